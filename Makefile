@@ -1,0 +1,48 @@
+# Every target sets up what it needs in .venv (or .venv-latest) and does nothing twice.
+PYTHON ?= python3
+BIN    := .venv/bin
+LATEST := .venv-latest/bin
+READY  := .venv/.ready
+NBTEST := OMP_NUM_THREADS=1 $(BIN)/nbdev_test
+# Any of these changing means the environment must be set up again.
+SETUP  := settings.ini setup.py pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-latest docs bench readme clean
+
+help: ## Say what each target does
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(READY) ## See the library at work on the embedded digits
+	$(BIN)/python tools/demo.py
+
+test: $(READY) ## Run every notebook as a test, then what stands in tests/
+	$(NBTEST)
+	$(BIN)/python -m pytest
+
+test-slow: $(READY) ## The same, with the cells and tests flagged slow
+	$(NBTEST) --flags slow
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+test-latest: .venv-latest/.ready ## tests/ with the newest fastai and without nbdev
+	$(LATEST)/python -m pytest
+
+readme: $(READY) ## Write README.md from nbs/index.ipynb
+	$(BIN)/python tools/readme.py
+
+docs bench:
+	@echo "'make $@' has nothing to run yet: the library it needs is still being written." >&2; exit 1
+
+clean: ## Remove the environments and everything that was built
+	rm -rf .venv .venv-latest _docs _proc build dist *.egg-info runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): $(SETUP)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+.venv-latest/.ready: $(SETUP)
+	$(PYTHON) -m venv .venv-latest
+	$(LATEST)/pip install --quiet --upgrade --upgrade-strategy eager --editable . pytest setuptools pyyaml
+	touch $@
