@@ -106,6 +106,13 @@ def test_imports_point_to_lower_numbers():
         for dep in imported((root/f'kshot_nas/{mod}.py').read_text()):
             assert dep in number and number[dep] < number[mod], f'{mod} (in {number[mod]}) imports {dep}'
 
+def test_no_undefined_or_unused_names():
+    "A name that a notebook has but its exported cells don't shows only here."
+    pytest.importorskip('pyflakes')
+    files = [p for d in ('kshot_nas', 'tools', 'tests') for p in sorted((root/d).glob('*.py'))]
+    res = run(sys.executable, '-m', 'pyflakes', *files, cwd=root)
+    assert res.returncode == 0, res.stdout
+
 def test_readme_is_the_index_notebook():
     spec = importlib.util.spec_from_file_location('readme', root/'tools/readme.py')
     readme = importlib.util.module_from_spec(spec); spec.loader.exec_module(readme)
