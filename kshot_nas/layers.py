@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Code', 'check_code', 'KLayer', 'KConv', 'KConv1d', 'KConv2d', 'KLinear', 'KBatchNorm', 'KBatchNorm1d', 'KBatchNorm2d',
-           'KLayerNorm', 'recalibrate', 'kshotify', 'merge']
+           'KLayerNorm', 'track_stats', 'recalibrate', 'kshotify', 'merge']
 
 # %% ../nbs/01_layers.ipynb #77ae9e86
 import copy
@@ -249,18 +249,22 @@ class KLayerNorm(KLayer, nn.LayerNorm):
     def plain_args(self, *sizes): return dict(normalized_shape=sizes, eps=self.eps, elementwise_affine=self.theta is not None, bias=self.theta_bias is not None)
 
 # %% ../nbs/01_layers.ipynb #2fcaec01
-@torch.no_grad()
-def recalibrate(
-    net:nn.Module, # a network with batch norms, plain or K-shot
-    xs             # its inputs, batch by batch; labels, if any, are passed over
-) -> nn.Module:
-    "Fill the running statistics of every batch norm in `net` with the average over the batches `xs`, for the current code and widths"
+def track_stats(net:nn.Module) -> nn.Module:
+    "Give every batch norm of `net`, plain or K-shot, running statistics, empty where it had none"
     for m in net.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None:
             m.track_running_stats,like = True,next(m.parameters(), torch.empty(0))
             m.running_mean,m.running_var = like.new_zeros(m.num_features),like.new_ones(m.num_features)
             m.num_batches_tracked = torch.tensor(0, device=like.device)
-    update_bn(xs, net)
+    return net
+
+@torch.no_grad()
+def recalibrate(
+    net:nn.Module, # a network with batch norms, plain or K-shot
+    xs             # its inputs, batch by batch; labels, if any, are passed over
+) -> nn.Module:
+    "Fill the running statistics of every batch norm of `net` with the average over the batches `xs`, for the current code and widths"
+    update_bn(xs, track_stats(net))
     return net
 
 # %% ../nbs/01_layers.ipynb #743f5d55
@@ -309,26 +313,37 @@ def kshotify(
     return module
 
 # %% ../nbs/01_layers.ipynb #cc5f1914
+def _channels_in(module, layers, x):
+    "How many channels reach each of `layers` when `module` is given `x`"
+    seen,training = {},{m:m.training for m in module.modules()}
+    def note(m, args): seen[m] = args[0].shape[m.channel_dim]
+    hooks = [m.register_forward_pre_hook(note) for m in layers]
+    try: module.eval()(x)
+    finally:
+        for h in hooks: h.remove()
+        for m,t in training.items(): m.training = t
+    return seen
+
 @torch.no_grad()
 def merge(
-    module:nn.Module, # a network with K-shot layers
-    x=None            # an input; needed when layers are cut in width
+    module:nn.Module,  # a network with K-shot layers
+    x=None,            # an input; needed when layers are cut in width
+    replace:dict=None  # modules to leave out, and what to put in their place
 ) -> nn.Module:
     "A copy of `module` with plain torch layers that hold the merged weights for the current code and widths"
-    layers = [m for m in module.modules() if isinstance(m, KLayer)]
-    if x is None and (cut := [n for n,m in module.named_modules() if isinstance(m, KLayer) and m.width]):
-        raise ValueError(f"layers are cut in width ({', '.join(cut)}): pass an input `x`, so that the layers after them can be cut to fit")
-    seen = {}
-    if x is not None:
-        def note(m, inp): seen[m] = inp[0].shape[m.channel_dim]
-        hooks = [m.register_forward_pre_hook(note) for m in layers]
-        training = {m:m.training for m in module.modules()}
-        try: module.eval()(x)
-        finally:
-            for h in hooks: h.remove()
-            for m,t in training.items(): m.training = t
-    memo = {id(m):m.plain(seen.get(m)) for m in layers}
-    res = copy.deepcopy(module, memo)           # a copy in which every K-shot layer is replaced by its plain one
+    replace,kept = replace or {},[]
+    def walk(m):
+        kept.append(m)
+        for c in ([replace[m]] if m in replace else m.children()): walk(c)
+    walk(module)
+    layers = [m for m in kept if isinstance(m, KLayer)]
+    if x is None and (cut := [str(m) for m in layers if m.width]):
+        raise ValueError(f"these layers are cut in width: {', '.join(cut)}; pass an input `x`, so that those after them can be cut to fit")
+    seen = {} if x is None else _channels_in(module, layers, x)
+    memo = {id(m):m.plain(seen.get(m)) for m in layers}                # what `deepcopy` finds here it takes instead of a copy
+    for m in reversed(kept):
+        if m in replace: memo[id(m)] = copy.deepcopy(replace[m], memo)
+    res = copy.deepcopy(module, memo)
     for m in res.modules():
         if isinstance(m.__dict__.get('code'), Code): del m.code
     return res
