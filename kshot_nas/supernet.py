@@ -51,10 +51,10 @@ class WidthChoice:
         layer.width_choice = self
         return layer
 
-    def n_filters(self, layer, i) -> int:
-        "How many filters `layer` keeps at ratio number `i`: at least one"
+    def n_filters(self, layer) -> list:
+        "How many filters `layer` keeps at each ratio: at least one"
         n = getattr(layer, 'out_channels', getattr(layer, 'out_features', None))
-        return max(1, round(n*self.ratios[i]))
+        return [max(1, round(n*r)) for r in self.ratios]
 
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
@@ -73,10 +73,10 @@ class Supernet(nn.Module):
         self.net = kshotify(module, k, noise=noise, running=running, skip=skip)
         self.before,self.stack = None,[]                                  # for `with net.use(...)`
         self.code,self.in_shape = self.net.code,None if in_shape is None else tuple(in_shape)
-        self.choices,self.cuts = {},{}        # the op choices of each layer, the layers of each width choice
+        self.choices,self.cuts = {},{}        # the op choices of each layer; the layers of each width choice, with their filters at each ratio
         for m in self.net.modules():
             if isinstance(m, OpChoice): self.choices.setdefault(id(m) if m.group is None else m.group, []).append(m)
-            if w := getattr(m, 'width_choice', None): self.cuts.setdefault(w, []).append(m)
+            if w := getattr(m, 'width_choice', None): self.cuts.setdefault(w, []).append((m, w.n_filters(m)))
         if not self.choices and not self.cuts: raise ValueError("the module has no OpChoice and no WidthChoice in it, so there is nothing to search")
         for group,cs in self.choices.items():
             if any(c.names != cs[0].names for c in cs): raise ValueError(f"the op choices of group {group!r} have different operations: {sorted({c.names for c in cs})}")
@@ -94,8 +94,8 @@ def _set(self:Supernet, arch, lam=None):
     "Put `arch` in place, and `lam` if given, without a check"
     for cs,i in zip(self.choices, arch.ops):
         for c in cs: c.active = i
-    for (w,layers),i in zip(self.cuts.items(), arch.widths):
-        for m in layers: m._width = None if (n := w.n_filters(m, i)) == m.theta.shape[1] else n
+    for layers,i in zip(self.cuts.values(), arch.widths):
+        for m,n_filters in layers: m._width = n_filters[i]
     self.arch = arch
     if lam is not None: self.code.lam = lam
 
@@ -156,7 +156,7 @@ def subnet(self:Supernet,
     if weights not in ('inherit', 'fresh'): raise ValueError(f"weights must be 'inherit' or 'fresh'; got {weights!r}")
     if weights == 'fresh' and data is not None: raise ValueError("data is for the statistics of inherited weights; fresh ones have to be trained first")
     with self.use(arch, lam):
-        cut = any(m.width for ms in self.cuts.values() for m in ms)
+        cut = any(m.width < m.theta.shape[1] for layers in self.cuts.values() for m,_ in layers)
         if cut and self.in_shape is None: raise ValueError("layers are cut in width: to fit those after them, make the Supernet with `in_shape`, the shape of one input")
         x = next(self.parameters()).new_zeros(2, *self.in_shape) if cut else None
         net = track_stats(merge(self.net, x, replace={c:c.chosen for cs in self.choices for c in cs}))
