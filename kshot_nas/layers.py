@@ -337,7 +337,7 @@ def merge(
         for c in ([replace[m]] if m in replace else m.children()): walk(c)
     walk(module)
     layers = [m for m in kept if isinstance(m, KLayer)]
-    if x is None and (cut := [str(m) for m in layers if m.width not in (None, m.theta.shape[1])]):
+    if x is None and (cut := [str(m) for m in layers if m.width is not None and m.width < m.theta.shape[1]]):
         raise ValueError(f"these layers are cut in width: {', '.join(cut)}; pass an input `x`, so that those after them can be cut to fit")
     seen = {} if x is None else _channels_in(module, layers, x)
     memo = {id(m):m.plain(seen.get(m)) for m in layers}                # what `deepcopy` finds here it takes instead of a copy
