@@ -8,7 +8,7 @@ NBTEST := OMP_NUM_THREADS=1 $(BIN)/nbdev_test
 SETUP  := settings.ini setup.py pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-latest docs bench readme clean
+.PHONY: help demo test test-slow test-latest docs bench not-yet readme clean
 
 help: ## Say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,8 +30,10 @@ test-latest: .venv-latest/.ready ## tests/ with the newest fastai and without nb
 readme: $(READY) ## Write README.md from nbs/index.ipynb
 	$(BIN)/python tools/readme.py
 
-docs bench:
-	@echo "'make $@' has nothing to run yet: the library it needs is still being written." >&2; exit 1
+docs: not-yet ## Build the docs site (to come)
+bench: not-yet ## Measure what K costs (to come)
+not-yet:
+	@echo "This target has nothing to run yet: the part of the library it needs is still being written." >&2; exit 1
 
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv .venv-latest _docs _proc build dist *.egg-info runs
@@ -44,5 +46,5 @@ $(READY): $(SETUP)
 
 .venv-latest/.ready: $(SETUP)
 	$(PYTHON) -m venv .venv-latest
-	$(LATEST)/pip install --quiet --upgrade --upgrade-strategy eager --editable . pytest setuptools pyyaml
+	$(LATEST)/pip install --quiet --upgrade --upgrade-strategy eager --editable . accelerate pytest pyflakes setuptools pyyaml
 	touch $@
