@@ -14,7 +14,7 @@ import torch
 from fastai.callback.core import Callback
 from fastai.callback.schedule import ParamScheduler, SchedCos
 from fastai.data.transforms import get_c
-from fastai.learner import AvgLoss, AvgMetric, Learner, ValueMetric
+from fastai.learner import AvgLoss, Learner, ValueMetric
 from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
 from fastai.torch_core import rank_distrib, to_device, to_float
