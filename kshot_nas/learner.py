@@ -39,6 +39,7 @@ class KShotLearner(Learner):
     def coder(self) -> Coder: return self.model.coder
     @property
     def space(self): return self.net.space
+    def __getstate__(self): return {k:v for k,v in super().__getstate__().items() if k != '_kept'}     # the images kept for evaluation stay here
 
 def _infer_shape(dls, n_in):
     "Channels and size of the images of `dls`"
