@@ -140,12 +140,6 @@ class PhaseSwitch(Callback):
     def after_batch(self): self.model.net.code.fixed,self.model.job = False,None
 
 # %% ../nbs/09_callbacks.ipynb #2ea4c16b
-def _mean_weight(loss_func, n, total):
-    "What the loss of a part of `n` items counts in the loss of all"
-    reduction = getattr(loss_func, 'reduction', 'mean')
-    if reduction not in ('mean', 'sum'): raise ValueError(f"the loss function must return one number, with reduction 'mean' or 'sum'; it has {reduction!r}")
-    return n/total if reduction == 'mean' else 1.
-
 class PathSampler(Callback):
     "Draws the architectures of each step, and runs them"
     order = PhaseSwitch.order+1
@@ -167,50 +161,62 @@ class PathSampler(Callback):
         "The architectures of batch number `t`"
         return self._draw(1, 0, t) if phase == 'items' else self._draw(self.n_paths, 1, t)
 
-    def before_validate(self):
-        self.valid_archs = self._draw(self.n_valid, 2, 0)
-        with torch.no_grad(): self.valid_codes = self.model.code(self.valid_archs, warm=self.learn.phase_switch.warm)
+# %% ../nbs/09_callbacks.ipynb #266a3711
+@patch
+def before_validate(self:PathSampler):
+    self.valid_archs = self._draw(self.n_valid, 2, 0)
+    with torch.no_grad(): self.valid_codes = self.model.code(self.valid_archs, warm=self.learn.phase_switch.warm)
 
-    def before_batch(self):
-        net = self.model.net
-        if not self.training:
-            i = self.iter % self.n_valid
-            return net._set(self.valid_archs[i], self.valid_codes[i])
-        t,warm = self.epoch*self.n_iter + self.iter,self.learn.phase_switch.warm
-        self.archs = self.archs_of(t, self.phase)
-        if self.phase == 'items':
-            with torch.no_grad(): self.lams = self.model.code(self.archs, warm)
-            net._set(self.archs[0], self.lams[0])
-        else:
-            self.lams = self.model.code(self.archs)
-            self.model.job = self._all_groups if self.phase == 'both' else self._group_by_group
+@patch
+def before_batch(self:PathSampler):
+    net = self.model.net
+    if not self.training:
+        i = self.iter % self.n_valid
+        return net._set(self.valid_archs[i], self.valid_codes[i])
+    self.archs = self.archs_of(self.epoch*self.n_iter + self.iter, self.phase)
+    if self.phase == 'items':
+        with torch.no_grad(): self.lams = self.model.code(self.archs, self.learn.phase_switch.warm)
+        net._set(self.archs[0], self.lams[0])
+    else:
+        self.lams = self.model.code(self.archs)
+        self.model.job = self._all_groups if self.phase == 'both' else self._group_by_group
 
-    def _all_groups(self, x): return self.model.net.forward_groups(x, self.archs, self.lams)
+@patch
+def _all_groups(self:PathSampler, x): return self.model.net.forward_groups(x, self.archs, self.lams)
 
-    def _group_by_group(self, x):
-        "Forward and backward through one part of the batch at a time, down to the codes"
-        leaf,preds = self.lams.detach().requires_grad_(),[]
-        n = min(len(self.archs), len(x))
-        scaler = getattr(self.learn, 'scaler', None)
-        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.        # half precision underflows without
-        for pred,*ys in zip(self.model.net.each_group(x, self.archs, leaf), *(y.tensor_split(n) for y in self.yb)):
-            pred = to_float(pred)
-            loss = self.loss_func(pred, *ys)*_mean_weight(self.loss_func, len(pred), len(x))
-            (scale*loss).backward()                                                             # frees the graph of this part
-            preds.append(pred.detach())
-        self.grads = leaf.grad/scale
-        return torch.cat(preds)
+# %% ../nbs/09_callbacks.ipynb #d812c4c3
+def _share(loss_func, n, total):
+    "What the loss of a part of `n` items counts in the loss of all"
+    reduction = getattr(loss_func, 'reduction', 'mean')
+    if reduction not in ('mean', 'sum'): raise ValueError(f"the loss function must return one number, with reduction='mean' or 'sum'; it has {reduction!r}")
+    return n/total if reduction == 'mean' else 1.
 
-    def after_loss(self):
-        if not self.training: return
-        if self.loss_grad.ndim: raise ValueError(f"the loss function must return one number; got a tensor of shape {tuple(self.loss_grad.shape)}. Use reduction='mean'")
-        if not self.loss_grad.isfinite(): raise FloatingPointError(
-            f"the loss is {self.loss_grad.item()} in epoch {self.epoch}, batch {self.iter} (a step for the {self.phase}): "
-            "try a smaller learning rate, gradient clipping (GradientClip), or bf16 instead of fp16; is there a NaN in the data?")
-        if self.phase == 'codes':
-            s = (self.lams*self.grads).sum()
-            self.learn.loss_grad = self.loss_grad.detach() + s - s.detach()
-        elif self.phase == 'items' and self.pace: self.learn.loss_grad = self.loss_grad/self.lams[0].square().sum()
+@patch
+def _group_by_group(self:PathSampler, x):
+    "Forward and backward through one part of the batch at a time, down to the codes"
+    leaf,preds,n = self.lams.detach().requires_grad_(),[],min(len(self.archs), len(x))
+    scaler = getattr(self.learn, 'scaler', None)
+    scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.        # half precision underflows without
+    for pred,*ys in zip(self.model.net.each_group(x, self.archs, leaf), *(y.tensor_split(n) for y in self.yb)):
+        pred = to_float(pred)
+        loss = self.loss_func(pred, *ys)*_share(self.loss_func, len(pred), len(x))
+        (scale*loss).backward()                                                             # frees the graph of this part
+        preds.append(pred.detach())
+    self.code_grads = leaf.grad/scale
+    return torch.cat(preds)
+
+# %% ../nbs/09_callbacks.ipynb #0d1997a2
+@patch
+def after_loss(self:PathSampler):
+    if not self.training: return
+    if self.loss_grad.ndim: raise ValueError(f"the loss function must return one number; got a tensor of shape {tuple(self.loss_grad.shape)}. Use reduction='mean'")
+    if not self.loss_grad.isfinite(): raise FloatingPointError(
+        f"the loss is {self.loss_grad.item()} in epoch {self.epoch}, batch {self.iter} (a step for the {self.phase}): "
+        "try a smaller learning rate, gradient clipping (GradientClip), or bf16 instead of fp16; is there a NaN in the data?")
+    if self.phase == 'codes':
+        s = (self.lams*self.code_grads).sum()
+        self.learn.loss_grad = self.loss_grad.detach() + s - s.detach()
+    elif self.phase == 'items' and self.pace: self.learn.loss_grad = self.loss_grad/self.lams[0].square().sum(-1).mean()
 
 # %% ../nbs/09_callbacks.ipynb #fe274c54
 class ContrastTerm(Callback):

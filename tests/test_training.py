@@ -27,6 +27,7 @@ n_batch = 5     # in an epoch; the last one is short
 
 class Jittered(list):
     "Pairs of image and label, augmented with draws from every generator that a user's transform might draw from"
+    n_inp = 1
     def __getitem__(self, i):
         x,y = super().__getitem__(i)
         return x.roll(random.choice((-1,0,1)), -1)*np.random.uniform(0.9, 1.1) + 0.1*torch.randn(x.shape),y
