@@ -31,12 +31,12 @@ class KShotModel(nn.Module):
         coder:Coder   # gives the codes, with parameters σ if they are learned
     ):
         super().__init__()
-        self.net,self.coder,self.job = net,coder,None
+        self.net,self.coder,self.job,self.warm = net,coder,None,False
 
     def forward(self, x): return self.net(x) if self.job is None else self.job(x)
-    def code(self, archs:list, warm:bool=False) -> Tensor:
-        "The codes of `archs`; with `warm` the equal mixture that everyone has during the warm-up"
-        return next(self.net.parameters()).new_full((len(archs), self.net.k), 1/self.net.k) if warm else self.coder(archs)
+    def code(self, archs:list) -> Tensor:
+        "The codes of `archs`; while `warm`, the equal mixture for everyone"
+        return next(self.net.parameters()).new_full((len(archs), self.net.k), 1/self.net.k) if self.warm else self.coder(archs)
 
     @property
     def module(self): return self                                   # what fastai asks a distributed model for
@@ -112,19 +112,16 @@ class PhaseSwitch(Callback):
         if len(ratio) != 2 or min(ratio) < 0 or not ratio[0]: raise ValueError(f"ratio must be two numbers of steps, such as (1, 1), the first one at least 1; got {ratio!r}")
         store_attr()
 
-    @property
-    def warm(self) -> bool: return self.epoch < self.warmup
     def who(self, t) -> str:
         "Who is trained in step `t` after the warm-up"
-        if self.warm or self.model.net.k == 1 or not any(True for _ in self.model.coder.parameters()): return 'items'
+        if self.model.warm or self.model.net.k == 1 or not any(True for _ in self.model.coder.parameters()): return 'items'
         if self.joint: return 'both'
         return 'items' if t % sum(self.ratio) < self.ratio[0] else 'codes'      # algorithm 2: the batch counter decides
 
-    def before_fit(self):
+    def before_train(self):
         if not isinstance(getattr(self.opt, 'opt', None), PhasedOptimizer):
             raise ValueError("K-shot training steps two optimizers in turn: pass `opt_func=partial(phased_opt, items=..., codes=...)` instead of a single one")
-
-    def before_train(self):
+        self.model.warm = self.epoch < self.warmup
         state = np.random.SeedSequence((self.seed, self.epoch)).generate_state(4)
         random.seed(int(state[0])); np.random.seed(state[1]); torch.manual_seed(int(state[2]))
         getattr(self.dl, 'dl', self.dl).rng = random.Random(int(state[3]))        # a distributed DataLoader holds the real one
@@ -165,7 +162,7 @@ class PathSampler(Callback):
 @patch
 def before_validate(self:PathSampler):
     self.valid_archs = self._draw(self.n_valid, 2, 0)
-    with torch.no_grad(): self.valid_codes = self.model.code(self.valid_archs, warm=self.learn.phase_switch.warm)
+    with torch.no_grad(): self.valid_codes = self.model.code(self.valid_archs)
 
 @patch
 def before_batch(self:PathSampler):
@@ -175,7 +172,7 @@ def before_batch(self:PathSampler):
         return net._set(self.valid_archs[i], self.valid_codes[i])
     self.archs = self.archs_of(self.epoch*self.n_iter + self.iter, self.phase)
     if self.phase == 'items':
-        with torch.no_grad(): self.lams = self.model.code(self.archs, self.learn.phase_switch.warm)
+        with torch.no_grad(): self.lams = self.model.code(self.archs)
         net._set(self.archs[0], self.lams[0])
     else:
         self.lams = self.model.code(self.archs)
@@ -275,13 +272,16 @@ class ShareGradients(Callback):
 class CodeRecorder(Callback):
     "Records losses by phase, the channel regularizer, and the codes of a fixed set of architectures over time"
     order,run_valid = ContrastTerm.order+1,False
-    earlier = (),()                                               # what a run that goes on has recorded before
+    steps,codes,earlier = (),(),((),())                           # the last: what a run that goes on has recorded before
     def __init__(self,
         n_archs:int=128, # architectures whose codes are followed
         seed:int=0       # decides which
     ): store_attr()
 
-    def before_fit(self):
+    def before_fit(self): self.start = True
+    def before_train(self):
+        if not self.start: return
+        self.start = False                                        # the first epoch of a fit; `validate` alone erases nothing
         self.steps,self.codes = (list(o) for o in self.earlier)   # (epoch, phase, loss, r_c) of every step; codes after every epoch
         self.earlier = (),()
         self.archs = self.model.net.space.sample(self.n_archs, seed=self.seed)
@@ -291,7 +291,7 @@ class CodeRecorder(Callback):
         self.steps.append((self.epoch, self.phase, self.loss.item(), float('nan') if r is None or r.value is None else r.value.item()))
 
     def after_train(self):
-        with torch.no_grad(): self.codes.append(self.model.code(self.archs, self.learn.phase_switch.warm).cpu())
+        with torch.no_grad(): self.codes.append(self.model.code(self.archs).cpu())
 
     def mean(self, phase=None, column=2) -> float:
         "Average of the loss (or of another column of `steps`) over the steps of the last epoch, or those of one phase"

@@ -205,7 +205,7 @@ def _fixed_batches(self:KShotLearner, ds_idx):
 @patch
 def code(self:KShotLearner, arch:Arch) -> Tensor:
     "The code of `arch`"
-    with torch.no_grad(): return self.model.code([arch])[0]
+    with torch.no_grad(): return self.coder([arch])[0]
 
 # %% ../nbs/10_learner.ipynb #9edf7aab
 @patch
