@@ -6,7 +6,7 @@
 __all__ = ['log', 'KShotLearner', 'kshot_learner']
 
 # %% ../nbs/10_learner.ipynb #8a98670c
-import hashlib, inspect, io, logging, os, re
+import hashlib, inspect, logging, os, re
 from pathlib import Path
 
 import pandas as pd
@@ -103,16 +103,19 @@ def kshot_learner(
 # %% ../nbs/10_learner.ipynb #bf0bbe4a
 _digits = 16    # of the digest in the name of a checkpoint
 
+def _digest(path:Path) -> str:
+    "A digest of the content of a file"
+    h = hashlib.sha256()
+    with open(path, 'rb') as f:
+        while chunk := f.read(2**20): h.update(chunk)
+    return h.hexdigest()[:_digits]
+
 def _write_checkpoint(folder:Path, state:dict, epoch:int, keep:int):
     "Write `state` to `folder` in one go, and remove all but the last `keep`"
-    buf = io.BytesIO()
-    torch.save(state, buf)
-    data = buf.getvalue()
-    path = folder/f'epoch_{epoch:05d}-{hashlib.sha256(data).hexdigest()[:_digits]}.pt'
-    tmp = folder/f'{path.name}.tmp'
+    tmp = folder/f'epoch_{epoch:05d}.tmp'
     with open(tmp, 'wb') as f:
-        f.write(data); f.flush(); os.fsync(f.fileno())
-    os.replace(tmp, path)
+        torch.save(state, f); f.flush(); os.fsync(f.fileno())
+    os.replace(tmp, folder/f'epoch_{epoch:05d}-{_digest(tmp)}.pt')
     for old in _checkpoints(folder)[keep:]: old.unlink(missing_ok=True)
     for old in folder.glob('epoch_*.tmp'): old.unlink(missing_ok=True)          # what a killed write has left behind
 
@@ -123,9 +126,8 @@ def _checkpoints(folder:Path) -> list:
 def _read_checkpoint(path:Path) -> dict:
     "The content of a checkpoint, or `None` and a warning if it is damaged"
     try:
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest()[:_digits] != path.stem.split('-')[1]: raise ValueError('its content is not what was written')
-        state = torch.load(io.BytesIO(data), map_location='cpu', weights_only=True)
+        if _digest(path) != path.stem.split('-')[1]: raise ValueError('its content is not what was written')
+        state = torch.load(path, map_location='cpu', weights_only=True)
         if not isinstance(state, dict) or not {'model', 'opt', 'epoch', 'config'} <= state.keys(): raise ValueError('it is not a checkpoint of this library')
         return state
     except Exception as e:
