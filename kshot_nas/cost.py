@@ -201,7 +201,7 @@ class _Timed(nn.Sequential):
 def measure_latency(self:CostTable,
     net:Supernet,    # the supernet, on the device to be measured
     bs:int=1,        # images at a time
-    repeats:int=10   # how often each is measured; the median counts
+    repeats:int=10   # how often each is measured; the fastest counts, since disturbances only ever slow things down
 ) -> CostTable:
     "Measure how long each operation of each layer takes at each width, in plain networks on the device that `net` is on"
     space,device,n_ops = net.space,next(net.parameters()).device,len(net.space.ops)
@@ -218,7 +218,7 @@ def measure_latency(self:CostTable,
                 start = now(); model(x[:bs]); total = now() - start
                 spent = np.bincount([m.layer for m in timed], [m.spent for m in timed], n_ops) if timed else np.zeros(n_ops)
                 runs.append([*spent, total - spent.sum()])
-        times.append(1000*np.median(runs[2:], 0))                                # the first two runs warm up
+        times.append(1000*np.min(runs[2:], 0))                                   # the first two runs warm up
     times = np.reshape(times, (-1, n_ratios, n_ops+1))
     widths = [[n_ops+w for w,layers in enumerate(net.cuts.values()) if {m for m,_ in layers} & {m for c in cs for m in c.modules()}][:1] for cs in net.choices]
     self.timings = [((i,*w), times[:len(o),:space.counts[w[0]],i] if w else times[:len(o),-1,i]) for i,(w,o) in enumerate(zip(widths, space.ops))]
