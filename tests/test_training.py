@@ -1,15 +1,12 @@
-"""Training that is killed, damaged, misdirected or led astray. Run as a script, this file is the process that gets killed:
-
-    python tests/test_training.py FOLDER SEED...    trains once per seed, with checkpoints in FOLDER unless it is -"""
+"Training that is killed, finds its checkpoints damaged, is sent to the wrong folder, or diverges."
 import hashlib
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +20,9 @@ from sklearn.datasets import load_digits
 from kshot_nas.learner import kshot_learner
 from kshot_nas.tiny import tiny_supernet
 
-n_batch = 5     # in an epoch; the last one is short
-
 class Jittered(list):
     "Pairs of image and label, augmented with draws from every generator that a user's transform might draw from"
-    n_inp = 1
+    n_inp = 1       # one of the two is input: told here, or else fastai looks at an item to find out
     def __getitem__(self, i):
         x,y = super().__getitem__(i)
         return x.roll(random.choice((-1,0,1)), -1)*np.random.uniform(0.9, 1.1) + 0.1*torch.randn(x.shape),y
@@ -50,96 +45,115 @@ def result(learn):
     return dict(items=digest(learn.net.state_dict().values()), codes=digest(learn.coder.state_dict().values()),
                 steps=[str(o) for o in learn.code_recorder.steps], followed=digest(learn.code_recorder.codes))
 
-def first_epoch(lines): return next(int(o.split()[1]) for o in lines if o.startswith('before_train'))
 def epoch_of(path): return int(path.name[6:11])
 def checkpoints(folder): return sorted(folder.glob('epoch_*.pt'))
+def newest(folder): return max(map(epoch_of, checkpoints(folder)), default=0)
 def content(folder): return {p.name: p.read_bytes() for p in folder.iterdir()}
 
-# The process that gets killed ------------------------------------------------------------------------------------------------
+# In processes of their own ---------------------------------------------------------------------------------------------------
 
-class Say(Callback):
-    "Prints every event"
+class Tell(Callback):
+    "Tells of every event, and in which epoch it happens"
     order = 300
-    def __call__(self, event_name):
-        state = [getattr(self.learn, o, 0) for o in ('epoch', 'iter', 'training')]
-        print(event_name, *map(int, state), flush=True)
+    def __init__(self, conn): self.conn = conn
+    def __call__(self, event_name): self.conn.send((event_name, getattr(self.learn, 'epoch', 0)))
 
-def halt_in(name, count):
-    "Let call number `count` of the function `name` of `os` wait to be killed; a file to be synced is cut in half before"
+def halt_in(conn, name, count):
+    "Let call number `count` of the function `name` of `os` on a checkpoint wait to be killed; a file to be synced is cut in half before"
     real,calls = getattr(os, name),[]
-    def wait(*args):
-        calls.append(args)
+    def wait(*args, **kwargs):
+        if name == 'fsync' or str(args[-1]).endswith('.pt'): calls.append(args)
         if len(calls) == count:
             if name == 'fsync': os.ftruncate(args[0], os.fstat(args[0]).st_size//2)
-            print('halted', flush=True)
+            conn.send(('halted', name))
             time.sleep(60)
-        return real(*args)
+        return real(*args, **kwargs)
     setattr(os, name, wait)
 
-def main(folder, *seeds):
-    if halt := os.environ.get('HALT_IN'): halt_in(halt, 2)
-    runs = [fit(learner(seed=int(s)), 10, cbs=Say(), **({} if folder == '-' else dict(checkpoint=folder, keep=2))) for s in seeds]
-    print(json.dumps([result(o) for o in runs]))
+def train(conn, folder, seeds, halt):
+    torch.set_num_threads(1)
+    if halt: halt_in(conn, *halt)
+    for seed in seeds: conn.send(('result', result(fit(learner(seed=seed), 16, checkpoint=folder, keep=2, cbs=Tell(conn)))))
 
-def start(*args, hash_seed=0, halt=''):
-    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONHASHSEED': str(hash_seed), 'PYTHONWARNINGS': 'ignore', 'HALT_IN': halt}
-    return subprocess.Popen([sys.executable, __file__, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+@contextmanager
+def training(folder=None, seeds=(0,), halt=None, method='forkserver'):
+    "A process that trains, and what it tells, to the last word if it is killed"
+    ctx = get_context(method)
+    ours,theirs = ctx.Pipe(duplex=False)
+    proc = ctx.Process(target=train, args=(theirs, folder, seeds, halt), daemon=True)
+    def told():
+        while True:
+            try: yield ours.recv()
+            except (EOFError, OSError): return          # its end, or its end in the middle of a word
+    proc.start()
+    theirs.close()
+    try: yield proc,told()
+    finally: proc.kill(); proc.join(); ours.close()
 
-def finish(proc):
-    "The results of a process that is let run to its end, and the events it went through"
-    out,err = proc.communicate(timeout=120)
-    assert proc.returncode == 0, err
-    *lines,last = out.splitlines()
-    return json.loads(last),lines
-
-def kill(proc, is_time, delay=0.):
-    "Kill `proc` `delay` seconds after the line that `is_time`; all the lines it has printed"
-    lines = []
-    with proc:
-        try:
-            for line in proc.stdout:
-                lines.append(line)
-                if is_time(len(lines), line): break
-            time.sleep(delay)
-        finally: proc.kill()
-        lines += proc.stdout.readlines()
-        assert proc.wait() == -signal.SIGKILL, 'it ended before it could be killed:\n' + proc.stderr.read()
-    return lines
+def finish(proc, told):
+    "The results of a process that is let run to its end, and the epochs it has trained"
+    told = list(told)
+    proc.join()
+    assert proc.exitcode == 0
+    return [o for what,o in told if what == 'result'],[o for what,o in told if what == 'before_train']
 
 @pytest.fixture(scope='module')
-def never_killed(tmp_path_factory):
-    "One run with seed 0 that writes checkpoints; two that don't, with seeds 0 and 1, in another process"
-    procs = start(tmp_path_factory.mktemp('whole'), 0, hash_seed=1),start('-', 0, 1, hash_seed=2)
-    try: return [r for p in procs for r in finish(p)[0]]
-    finally:
-        for p in procs: p.kill()
+def processes():
+    "A server that imports what is slow to import once, and then forks off processes"
+    with pytest.MonkeyPatch.context() as m:
+        m.setenv('OMP_NUM_THREADS', '1')
+        m.setenv('PYTHONWARNINGS', 'ignore')
+        get_context('forkserver').set_forkserver_preload(['kshot_nas.learner', 'kshot_nas.tiny', 'sklearn.datasets', 'torch._dynamo'])
+        yield m
 
-def test_processes_agree(never_killed):
-    one,other,another_seed = never_killed
-    assert one == other
-    for what in one: assert one[what] != another_seed[what], f'another seed, same {what}'
+@pytest.fixture(scope='module')
+def never_killed(processes, tmp_path_factory):
+    "The result of a run that nothing happened to"
+    with training(tmp_path_factory.mktemp('whole')) as run: (res,),_ = finish(*run)
+    return res
+
+def test_processes_agree(never_killed, processes):
+    processes.setenv('PYTHONHASHSEED', '42')
+    with training(seeds=(0, 1), method='spawn') as run: (same,other),_ = finish(*run)       # a fresh interpreter, and no checkpoints
+    assert same == never_killed
+    for what in same: assert other[what] != same[what], f'another seed, but the same {what}'
 
 def test_killed_and_restarted(never_killed, tmp_path):
-    rng,in_epoch = random.Random(0),0
-    for halt in ('', 'fsync', '', '', 'replace'):
-        newest,at = max(map(epoch_of, checkpoints(tmp_path)), default=0),rng.randrange(20, 100)       # an epoch has about 70 lines
-        lines = kill(start(tmp_path, 0, halt=halt), lambda n, line: line == 'halted\n' if halt else n == at, 0. if halt else rng.uniform(0, 0.02))
-        assert first_epoch(lines) == newest, 'it should have gone on from the newest checkpoint'
-        if halt:
-            tmp, = tmp_path.glob('*.tmp')
-            done = checkpoints(tmp_path)[-1]
-            assert lines[-1] == 'halted\n' and (epoch_of(done), epoch_of(tmp)) == (newest+1, newest+2)
-            assert (tmp.stat().st_size < 0.6*done.stat().st_size) == (halt == 'fsync'), 'the write was not half done'
+    rng,lost = random.Random(0),[]
+    for halt in (None, None, ('fsync', 2), None, None, ('unlink', 1), None, None, None, ('replace', 2)):
+        before,heard = newest(tmp_path),[]
+        after,delay = rng.randrange(10, 100),rng.uniform(0, 0.02)               # events (an epoch has about 70) and seconds
+        with training(tmp_path, halt=halt) as (proc,told):
+            for o in told:
+                heard.append(o)
+                if o == ('halted', halt[0]) if halt else sum(epoch >= before for _,epoch in heard) == after: break
+            if not halt: time.sleep(delay)
+            proc.kill()
+            heard += told
+            proc.join()
+            assert proc.exitcode == -signal.SIGKILL
+        assert next(epoch for what,epoch in heard if what == 'before_train') == before, 'it should have gone on from the newest checkpoint'
+        done,tmp = newest(tmp_path),list(tmp_path.glob('*.tmp'))
+        if not halt: lost.append(heard.count(('after_step', done)))             # steps that have to be done again
+        elif halt[0] == 'unlink': assert len(checkpoints(tmp_path)) == 3
         else:
-            _,epoch,it,training = lines[-1].split()
-            in_epoch += training == '1' and 0 < int(it) < n_batch-1
-    assert in_epoch >= 2, 'hardly any kill has hit the middle of an epoch'
-    assert list(tmp_path.glob('*.tmp'))
-    (res,),lines = finish(start(tmp_path, 0))
-    assert first_epoch(lines) >= 2 and res == never_killed[0]
-    assert sorted(tmp_path.iterdir()) == checkpoints(tmp_path) and [epoch_of(p) for p in checkpoints(tmp_path)] == [9, 10]
+            assert [epoch_of(p) for p in tmp] == [done+1]
+            assert (tmp[0].stat().st_size < 0.6*checkpoints(tmp_path)[-1].stat().st_size) == (halt[0] == 'fsync')
+    assert sum(n > 0 for n in lost) >= 2, f'hardly any process was killed in the middle of an epoch: {lost}'
+    assert tmp and 0 < done < 16
+    with training(tmp_path) as run: (res,),epochs = finish(*run)
+    assert epochs == list(range(done, 16)) and res == never_killed
+    assert sorted(tmp_path.iterdir()) == checkpoints(tmp_path) and [epoch_of(p) for p in checkpoints(tmp_path)] == [15, 16]
 
 # In this process -------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module', autouse=True)
+def one_thread():
+    "Several would only wait for each other on networks as small as these"
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
 
 class Epochs(Callback):
     "Notes which epochs are trained, and how many batches"
@@ -213,13 +227,13 @@ def test_bad_checkpoint_is_passed_over(spoil, whole, folder, caplog):
     assert not (folder.parent/'witness').exists(), 'code from a checkpoint was executed'
 
 @pytest.mark.parametrize('other,difference', [(dict(k=3), 'k: 2 there, 3 here'), (dict(seed=1), 'seed: 0 there, 1 here'),
-                                              (dict(classes=5), 'outputs: 10 there, 5 here'), (dict(widths=False), 'space: ')], ids=str)
+                                              (dict(classes=5), 'outputs: 10 there, 5 here'), (dict(widths=False), 'space: ')], ids=['k', 'seed', 'classes', 'space'])
 def test_other_configuration_is_refused(other, difference, folder):
     files,learn,seen = content(folder),learner(**other),Epochs()
     before = [p.clone() for p in learn.model.state_dict().values()]
     with pytest.raises(ValueError, match=difference) as e: fit(learn, checkpoint=folder, cbs=seen)
     assert checkpoints(folder)[-1].name in str(e.value)
-    assert len([o for o in str(e.value).splitlines() if ' there, ' in o]) == 1, 'it names what is not different, too'
+    assert 'warmup' not in str(e.value), 'it names what is not different, too'
     assert content(folder) == files and not seen.batches
     for a,b in zip(before, learn.model.state_dict().values()): assert torch.equal(a, b)
 
@@ -238,5 +252,3 @@ def test_loss_that_is_not_finite(it, phase, whole, tmp_path):
     assert epoch_of(good) == 1
     learn = fit(learner(), checkpoint=tmp_path, cbs=(seen := Epochs()))
     assert seen.epochs == [1, 2] and result(learn) == whole[1]
-
-if __name__ == '__main__': main(*sys.argv[1:])
