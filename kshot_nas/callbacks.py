@@ -118,10 +118,15 @@ class PhaseSwitch(Callback):
         if self.joint: return 'both'
         return 'items' if t % sum(self.ratio) < self.ratio[0] else 'codes'      # algorithm 2: the batch counter decides
 
+    def before_fit(self): self.model.net.code.fixed,self.model.job = False,None      # what an interrupted step may have left
+
     def before_train(self):
         if not isinstance(getattr(self.opt, 'opt', None), PhasedOptimizer):
             raise ValueError("K-shot training steps two optimizers in turn: pass `opt_func=partial(phased_opt, items=..., codes=...)` instead of a single one")
         self.model.warm = self.epoch < self.warmup
+        self.model.zero_grad()                                      # an epoch starts from what a checkpoint holds, and nothing else
+        if (acc := getattr(self.learn, 'gradient_accumulation', None)) is not None: acc.count = 0
+        getattr(self.dls, 'n_inp', None)                            # fastai draws an item to find out, once; not after the seeds are set
         state = np.random.SeedSequence((self.seed, self.epoch)).generate_state(4)
         random.seed(int(state[0])); np.random.seed(state[1]); torch.manual_seed(int(state[2]))
         getattr(self.dl, 'dl', self.dl).rng = random.Random(int(state[3]))        # a distributed DataLoader holds the real one

@@ -6,12 +6,13 @@
 __all__ = ['log', 'KShotLearner', 'kshot_learner']
 
 # %% ../nbs/10_learner.ipynb #8a98670c
-import hashlib, inspect, logging, os, re
+import hashlib, inspect, logging, os, re, tempfile
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelEpochException
 from fastai.callback.schedule import ParamScheduler, SchedCos
 from fastai.data.transforms import get_c
 from fastai.learner import AvgLoss, Learner, ValueMetric
@@ -39,6 +40,10 @@ class KShotLearner(Learner):
     def coder(self) -> Coder: return self.model.coder
     @property
     def space(self): return self.net.space
+
+    first = 0                                                       # the epoch to begin with; later ones for a run that goes on
+    def _do_fit(self):
+        for self.epoch in range(self.first, self.n_epoch): self._with_events(self._do_epoch, 'epoch', CancelEpochException)
     def __getstate__(self): return {k:v for k,v in super().__getstate__().items() if k != '_kept'}     # the images kept for evaluation stay here
 
 def _infer_shape(dls, n_in):
@@ -80,13 +85,13 @@ def kshot_learner(
     for name,n in dict(k=k, warmup=warmup).items():
         if type(n) is not int or n < (name == 'k'): raise ValueError(f"{name} must be an int of at least {int(name == 'k')}; got {n!r}")
     learner_kw = {n:kwargs.pop(n) for n in list(kwargs) if n in _learner_args}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        if isinstance(supernet, Supernet): net = supernet
-        else:
-            if n_out is None: n_out = get_c(dls)
-            if not n_out: raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
-            n_in,shape = _infer_shape(dls, n_in)
+    if isinstance(supernet, Supernet): net = supernet
+    else:
+        if n_out is None: n_out = get_c(dls)
+        if not n_out: raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
+        n_in,shape = _infer_shape(dls, n_in)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
             if 'size' in inspect.signature(supernet).parameters and len(shape) == 3: kwargs.setdefault('size', shape[1] if shape[1] == shape[2] else shape[1:])
             net = supernet(k=k, n_in=n_in, n_out=n_out, **kwargs)
     coder = _coders[code](net.space, net.k, **({} if code == 'fixed' else dict(seed=seed)))
@@ -115,9 +120,14 @@ def _write_checkpoint(folder:Path, state:dict, epoch:int, keep:int):
     tmp = folder/f'epoch_{epoch:05d}.tmp'
     with open(tmp, 'wb') as f:
         torch.save(state, f); f.flush(); os.fsync(f.fileno())
-    os.replace(tmp, folder/f'epoch_{epoch:05d}-{_digest(tmp)}.pt')
-    for old in _checkpoints(folder)[keep:]: old.unlink(missing_ok=True)
+    path = folder/f'epoch_{epoch:05d}-{_digest(tmp)}.pt'
+    os.replace(tmp, path)
+    kept = [path, *(p for p in _checkpoints(folder) if _epoch(p) < epoch)][:keep]
+    for old in _checkpoints(folder):                                            # those of later epochs are damaged, or we would have gone on from them
+        if _epoch(old) <= epoch and old not in kept: old.unlink(missing_ok=True)
     for old in folder.glob('epoch_*.tmp'): old.unlink(missing_ok=True)          # what a killed write has left behind
+
+def _epoch(path:Path) -> int: return int(path.stem[6:].split('-')[0])
 
 def _checkpoints(folder:Path) -> list:
     "The checkpoints in `folder`, newest first"
@@ -128,7 +138,8 @@ def _read_checkpoint(path:Path) -> dict:
     try:
         if _digest(path) != path.stem.split('-')[1]: raise ValueError('its content is not what was written')
         state = torch.load(path, map_location='cpu', weights_only=True)
-        if not isinstance(state, dict) or not {'model', 'opt', 'epoch', 'config'} <= state.keys(): raise ValueError('it is not a checkpoint of this library')
+        if not {'model', 'opt', 'epoch', 'config', 'steps', 'codes'} <= set(state) or not isinstance(state['config'], dict):
+            raise ValueError('it is not a checkpoint of this library')
         return state
     except Exception as e:
         log.warning(f"passing over the checkpoint {path}: {e}")
@@ -139,7 +150,9 @@ class _Checkpoint(Callback):
     order = 90
     def __init__(self, folder, keep, config): self.folder,self.keep,self.config = folder,keep,config
     def after_epoch(self):
-        if rank_distrib() or self.epoch < getattr(self, 'start', 0): return
+        if not all(p.isfinite().all() for p in self.model.parameters()): raise FloatingPointError(
+            f"the weights are not finite after epoch {self.epoch}: try a smaller learning rate or gradient clipping (GradientClip); the last checkpoint is from before")
+        if rank_distrib(): return
         state = dict(model=self.model.state_dict(), opt=self.opt.state_dict(), epoch=self.epoch+1, config=self.config,
                      steps=self.learn.code_recorder.steps, codes=self.learn.code_recorder.codes)
         _write_checkpoint(self.folder, state, self.epoch+1, self.keep)
@@ -148,9 +161,12 @@ class _Checkpoint(Callback):
 def _config(self:KShotLearner, n_epoch, lr, codes_scale, wd):
     "What must be the same for a run to be the same run"
     phase,path,term = self.phase_switch,self.path_sampler,self.contrast_term
-    return dict(k=self.net.k, space=self.space.to_json(), code=type(self.coder).__name__, outputs=list(self.model.net.parameters())[-1].shape[-1],
+    config = dict(
+                k=self.net.k, space=self.space.to_json(), code=type(self.coder).__name__, outputs=list(self.model.net.parameters())[-1].shape[-1],
                 images=len(self.dls.train_ds), bs=self.dls.train.bs, n_epoch=n_epoch, lr=lr, codes_scale=codes_scale, wd=wd, warmup=phase.warmup, ratio=list(phase.ratio),
-                joint=phase.joint, seed=phase.seed, n_paths=path.n_paths, how=path.how, pace=path.pace, alpha=term.alpha, temp=term.temp, max_dist=term.max_dist)
+                joint=phase.joint, seed=phase.seed, n_paths=path.n_paths, how=path.how, pace=path.pace, alpha=term.alpha, temp=term.temp, max_dist=term.max_dist,
+                parameters=sum(p.numel() for p in self.model.parameters()), optimizers=[type(o).__name__ for o in self.opt.opt.opts])
+    return {k:v.item() if isinstance(v, np.generic) else v for k,v in config.items()}
 
 @patch
 def _resume(self:KShotLearner, folder, config) -> dict:
@@ -175,20 +191,24 @@ def fit_kshot(self:KShotLearner,
     keep:int=3             # how many to keep
 ):
     "Train items and codes in turn for `n_epoch` epochs"
+    if type(keep) is not int or keep < 1: raise ValueError(f"keep must be an int of at least 1; got {keep!r}")
     self.create_opt()
     if codes_scale is not None: self.opt.opt.codes_scale = codes_scale
     cbs,start = [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)],0
     if checkpoint is not None:
         folder = Path(checkpoint)
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder): pass               # fails now rather than after an epoch
         config = self._config(n_epoch, lr, self.opt.opt.codes_scale, wd)
         saver = _Checkpoint(folder, keep, config)
         if state := self._resume(folder, config):
-            saver.start = start = state['epoch']
-            self.code_recorder.earlier = state['steps'],state['codes']
+            start = state['epoch']
+            self.code_recorder.steps,self.code_recorder.codes = self.code_recorder.earlier = state['steps'],state['codes']
             if start >= n_epoch: return log.info(f"{folder} holds the finished run: nothing left to train")
         cbs.append(saver)
-    self.fit(n_epoch, lr, wd=wd, cbs=cbs, start_epoch=start)
+    self.first = start
+    try: self.fit(n_epoch, lr, wd=wd, cbs=cbs)
+    finally: self.first = 0
 
 # %% ../nbs/10_learner.ipynb #4c057c42
 def _batches(dl, device, limit=2**30):

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -13,16 +14,18 @@ import numpy as np
 import pytest
 import torch
 from fastai.callback.core import Callback
+from fastai.callback.tracker import SaveModelCallback
+from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
 from fastai.losses import CrossEntropyLossFlat
 from sklearn.datasets import load_digits
 
+from kshot_nas.callbacks import phased_opt
 from kshot_nas.learner import kshot_learner
 from kshot_nas.tiny import tiny_supernet
 
 class Jittered(list):
     "Pairs of image and label, augmented with draws from every generator that a user's transform might draw from"
-    n_inp = 1       # one of the two is input: told here, or else fastai looks at an item to find out
     def __getitem__(self, i):
         x,y = super().__getitem__(i)
         return x.roll(random.choice((-1,0,1)), -1)*np.random.uniform(0.9, 1.1) + 0.1*torch.randn(x.shape),y
@@ -252,3 +255,96 @@ def test_loss_that_is_not_finite(it, phase, whole, tmp_path):
     assert epoch_of(good) == 1
     learn = fit(learner(), checkpoint=tmp_path, cbs=(seen := Epochs()))
     assert seen.epochs == [1, 2] and result(learn) == whole[1]
+
+# What a run must not trip over ------------------------------------------------------------------------------------------------
+
+class Stop(Callback):
+    "An interruption by the user, at an event of a batch"
+    order = 200
+    def __init__(self, event, epoch, it):
+        self.at = epoch,it
+        setattr(self, event, self.stop)
+    def stop(self):
+        if self.training and (self.epoch, self.iter) == self.at: raise KeyboardInterrupt()
+
+@pytest.mark.parametrize('event', ['after_pred', 'after_backward'])
+@pytest.mark.parametrize('it', [2, 3])
+def test_interrupted_and_resumed_in_the_same_learner(it, event, whole, tmp_path):
+    learn = learner()
+    with pytest.raises(KeyboardInterrupt): fit(learn, checkpoint=tmp_path, cbs=Stop(event, 1, it))
+    assert result(fit(learn, checkpoint=tmp_path)) == whole[1]
+
+def test_retry_and_validate_after_a_loss_that_is_not_finite():
+    learn = learner()
+    with pytest.raises(FloatingPointError): fit(learn, cbs=Break(1, 3))
+    with learn.no_bar(): learn.validate()
+    fit(learn)
+
+class BadGradient(Callback):
+    order = 50
+    def before_step(self):
+        if (self.epoch, self.iter) == (1, self.n_iter-1):
+            for p in self.model.parameters():
+                if p.grad is not None: p.grad.mul_(float('nan'))
+
+def test_no_checkpoint_of_weights_that_are_not_finite(tmp_path):
+    with pytest.raises(FloatingPointError): fit(learner(), checkpoint=tmp_path, keep=1, cbs=BadGradient())
+    for p in checkpoints(tmp_path): assert all(o.isfinite().all() for o in torch.load(p, weights_only=True)['model'].values()), p.name
+    fit(learner(), checkpoint=tmp_path, keep=1)         # it recovers
+
+def test_finished_run_has_its_records(whole, folder):
+    assert result(fit(learner(), checkpoint=folder)) == whole[1]
+
+def test_resume_with_a_tracker(tmp_path, folder):
+    checkpoints(folder)[-1].unlink()
+    learn = learner(path=tmp_path)
+    with learn.no_bar(): learn.fit_kshot(3, lr=0.1, checkpoint=folder, cbs=SaveModelCallback(monitor='valid_loss'))
+
+def test_damaged_newest_does_not_push_out_new_ones(tmp_path):
+    class Look(Callback):
+        order,names = 95,[]
+        def after_epoch(self): self.names.append([epoch_of(p) for p in checkpoints(tmp_path)])
+    with pytest.raises(KeyboardInterrupt): fit(learner(), 6, checkpoint=tmp_path, keep=1, cbs=Stop('after_batch', 4, 1))
+    bad, = checkpoints(tmp_path)
+    bad.write_bytes(bad.read_bytes()[:1000])
+    fit(learner(), 6, checkpoint=tmp_path, keep=1, cbs=(look := Look()))
+    assert all(e+1 in names for e,names in enumerate(look.names)), look.names
+
+@pytest.mark.parametrize('kwargs', [dict(seed=np.int64(0)), dict(alpha=np.float64(1.))], ids=str)
+def test_numpy_settings(kwargs, folder, whole, caplog, tmp_path):
+    fit(learner(**kwargs), checkpoint=tmp_path/'a')
+    checkpoints(tmp_path/'a')[-1].unlink()
+    fit(learner(**kwargs), checkpoint=tmp_path/'a', cbs=(seen := Epochs()))
+    assert seen.epochs == [2]
+
+@pytest.mark.parametrize('path', ['/proc/self', '/sys'])
+def test_unwritable_folder_that_exists(path):
+    seen = Epochs()
+    with pytest.raises((OSError, ValueError), match=path): fit(learner(), checkpoint=path, cbs=seen)
+    assert not seen.batches
+
+def test_another_size_of_supernet_is_refused(folder):
+    learn = learner(nf=8)
+    before = [p.clone() for p in learn.model.state_dict().values()]
+    with pytest.raises(ValueError, match='belongs to another run'): fit(learn, checkpoint=folder)
+    for a,b in zip(before, learn.model.state_dict().values()): assert torch.equal(a, b)
+
+def test_another_optimizer_is_refused(folder):
+    checkpoints(folder)[-1].unlink()
+    with pytest.raises(ValueError): fit(learner(opt_func=partial(phased_opt, items=lambda p, lr: torch.optim.Adam(p, lr=lr))), checkpoint=folder)
+
+@pytest.mark.parametrize('keep', [0, -1])
+def test_keep_is_checked(keep, tmp_path):
+    with pytest.raises(ValueError, match='keep'): fit(learner(), checkpoint=tmp_path, keep=keep)
+
+def test_gradient_accumulation_across_epochs(tmp_path):
+    acc = lambda: GradientAccumulation(48)
+    whole = result(fit(learner(), checkpoint=tmp_path, cbs=acc()))
+    checkpoints(tmp_path)[-1].unlink()
+    assert result(fit(learner(), checkpoint=tmp_path, cbs=acc())) == whole
+
+def test_right_keys_wrong_content(folder, caplog):
+    checkpoints(folder)[-1].unlink()
+    put(folder, dict(model={}, opt={}, epoch=3, config=None))
+    fit(learner(), checkpoint=folder, cbs=(seen := Epochs()))
+    assert seen.epochs == [2]
