@@ -6,7 +6,7 @@
 __all__ = ['log', 'KShotLearner', 'kshot_learner']
 
 # %% ../nbs/10_learner.ipynb #8a98670c
-import hashlib, inspect, logging, os, re, tempfile
+import hashlib, importlib, inspect, logging, os, re, tempfile
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +71,8 @@ def kshot_learner(
     n_in:int=None,              # number of input channels; inferred from `dls` if `None`
     ratio:tuple=(1,1),          # steps for the items and for the codes, in turn
     joint:bool=False,           # train both at every step instead
-    pace:bool=True,             # same speed for every k and code? The paper has no such thing: see `PathSampler`
+    pace:bool=None,             # same speed for every k and code? The paper has no such thing: see `PathSampler`; `True` if `None`
+    preset:str=None,            # 'paper': all as in the paper, which has no `pace`
     how:str='uniform',          # how architectures are drawn: see `SearchSpace.sample`
     n_valid:int=8,              # architectures that take turns in validation
     max_dist:float=0.15,        # widths closer than this should have similar codes
@@ -81,6 +82,8 @@ def kshot_learner(
     **kwargs                    # arguments of `Learner`; all others go to `supernet`
 ) -> KShotLearner:
     "A learner for the supernet that `supernet` makes for the data of `dls`"
+    if preset not in (None, 'paper') or (preset and pace): raise ValueError(f"preset must be None, or 'paper' without `pace`; got preset={preset!r}, pace={pace!r}")
+    pace = preset is None if pace is None else pace
     if code not in _coders: raise ValueError(f"code must be one of {', '.join(map(repr, _coders))}; got {code!r}")
     for name,n in dict(k=k, warmup=warmup).items():
         if type(n) is not int or n < (name == 'k'): raise ValueError(f"{name} must be an int of at least {int(name == 'k')}; got {n!r}")
@@ -275,3 +278,9 @@ def subnet(self:KShotLearner,
     "The plain network of `arch`"
     if weights != 'inherit': return self.net.subnet(arch, weights=weights)
     return self.net.subnet(arch, self.code(arch), data=[b[0] for b,_ in zip(self._fixed_batches(0), range(n_stats))])
+
+# %% ../nbs/10_learner.ipynb #bfd79dc7
+@patch
+def search(self:KShotLearner, *args, **kwargs):
+    "The best architecture within a budget; arguments as for `kshot_nas.search.search`"
+    return importlib.import_module('kshot_nas.search').search(self, *args, **kwargs)       # only loaded when needed

@@ -34,10 +34,11 @@ def tiny_supernet(
     widths:bool=False, # search for widths, too?
     n_layers:int=5,    # searched layers
     nf:int=16,         # channels between layers
+    grid:int=2,        # the last maps are averaged down to `grid` by `grid` for the classifier
     **kwargs           # passed on to `Supernet`
 ) -> Supernet:
     "A supernet for small images: `n_layers` layers of four operations, with four widths each if asked for"
-    for name,n in dict(n_in=n_in, n_out=n_out, n_layers=n_layers, nf=nf).items():
+    for name,n in dict(n_in=n_in, n_out=n_out, n_layers=n_layers, nf=nf, grid=grid).items():
         if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
     if type(size) is not int or size < 8: raise ValueError(f"size must be an int of at least 8; got {size!r}")
     layers = [nn.Conv2d(n_in, nf, 3, stride=1 if size < 16 else 2, padding=1, bias=False), nn.BatchNorm2d(nf), nn.ReLU()]
@@ -45,5 +46,5 @@ def tiny_supernet(
         cut = WidthChoice(tiny_widths) if widths else None
         layers.append(OpChoice({name: _block(name, nf, cut) for name in tiny_ops}))
         if i in (n_layers//3, 2*n_layers//3): layers.append(nn.MaxPool2d(2))
-    layers += [nn.BatchNorm2d(nf), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4*nf, n_out)]
+    layers += [nn.BatchNorm2d(nf), nn.ReLU(), nn.AdaptiveAvgPool2d(grid), nn.Flatten(), nn.Linear(grid*grid*nf, n_out)]
     return Supernet(nn.Sequential(*layers), k, in_shape=(n_in, size, size), **kwargs)

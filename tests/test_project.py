@@ -109,7 +109,7 @@ def test_imports_point_to_lower_numbers():
 def test_no_undefined_or_unused_names():
     "A name that a notebook has but its exported cells don't shows only here."
     pytest.importorskip('pyflakes')
-    files = [p for d in ('kshot_nas', 'tools', 'tests') for p in sorted((root/d).glob('*.py'))]
+    files = [p for d in ('kshot_nas', 'benchmarks', 'tools', 'tests') for p in sorted((root/d).glob('*.py'))]
     res = run(sys.executable, '-m', 'pyflakes', *files, cwd=root)
     assert res.returncode == 0, res.stdout
 

@@ -1,0 +1,200 @@
+"Searches that are killed, share an archive, run out of disk, may not write, or have others do the work."
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import get_context
+
+import joblib
+import pytest
+import torch
+from fastai.data.core import DataLoaders
+from fastai.losses import CrossEntropyLossFlat
+from sklearn.datasets import load_digits
+
+from kshot_nas.archive import Archive, read_archive
+from kshot_nas.cost import CostTable
+from kshot_nas.learner import kshot_learner
+from kshot_nas.problem import ArchProblem, landscape
+from kshot_nas.search import search
+from kshot_nas.tiny import tiny_supernet
+
+net   = tiny_supernet(k=1)
+space = net.space
+table = CostTable(net)
+acc   = landscape(space)
+quiet = partial(search, max_flops=200e3, pop=20, parents=8, gens=10, progress=False)
+
+@pytest.fixture(scope='module', autouse=True)
+def one_thread():
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+@pytest.fixture(scope='module')
+def straight():
+    "The history of a search that nothing happened to"
+    history = quiet(ArchProblem(space, acc, table)).history
+    assert len(history) == 200
+    return history
+
+class Noted:
+    "An evaluator that appends what it evaluates to a file, and takes its time"
+    def __init__(self, log, seconds=0.): self.log,self.seconds = log,seconds
+    def __call__(self, arch):
+        with open(self.log, 'a') as f: f.write(f'{arch}\n')
+        time.sleep(self.seconds)
+        return acc(arch)
+
+def noted(log): return log.read_text().split()
+
+def run(archive, log, seconds, seed=0):
+    torch.set_num_threads(1)
+    quiet(ArchProblem(space, Noted(log, seconds), table), archive=archive, seed=seed)
+
+@contextmanager
+def process(target, *args):
+    proc = get_context('fork').Process(target=target, args=args, daemon=True)
+    proc.start()
+    try: yield proc
+    finally: proc.kill(); proc.join()
+
+# Killed ----------------------------------------------------------------------------------------------------------------------
+
+def test_killed_and_resumed(straight, tmp_path):
+    archive,log,rng,lost = tmp_path/'a.db',tmp_path/'log',random.Random(0),0
+    log.touch()
+    for n in (7, 20, 41, 90, 150):                                                  # in the first generation, at its end, and later
+        with process(run, archive, log, 0.002) as proc:
+            while len(noted(log)) < n + lost and proc.is_alive(): time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.004))
+            proc.kill(); proc.join()
+            assert proc.exitcode == -signal.SIGKILL, 'it was over before it could be killed'
+        held = read_archive(archive).arch.tolist()
+        assert held == straight.arch[:len(held)].tolist()
+        lost = len(noted(log)) - len(held)                                          # killed before their results could be written
+        assert len(held) >= n-1 and 0 <= lost <= 5
+    with process(run, archive, log, 0.) as proc:
+        proc.join()
+        assert proc.exitcode == 0
+    log2 = tmp_path/'log2'; log2.touch()
+    again = quiet(ArchProblem(space, Noted(log2), table), archive=archive)
+    assert again.history.equals(straight) and not noted(log2)                       # all of it comes from the archive
+    assert len(noted(log)) == 200 + lost and set(noted(log)) == {str(a) for a in straight.arch}
+    assert read_archive(archive).arch.is_unique
+
+def test_two_writers(straight, tmp_path):
+    archive,logs = tmp_path/'a.db',[tmp_path/'log0', tmp_path/'log1']
+    with process(run, archive, logs[0], 0.001, 0) as one, process(run, archive, logs[1], 0.001, 1) as two:
+        one.join(); two.join()
+        assert one.exitcode == two.exitcode == 0
+    held = read_archive(archive)
+    assert held.arch.is_unique and set(map(str, held.arch)) == {*noted(logs[0]), *noted(logs[1])}
+    assert held.accuracy.tolist() == [acc(a) for a in held.arch] and set(held.seed) == {0, 1}
+    assert quiet(ArchProblem(space, acc, table), archive=archive).history.equals(straight)
+
+# No room, no permission ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def small_disk(tmp_path):
+    "A folder with room for 100 kB, if this user may mount one"
+    folder = tmp_path/'disk'
+    folder.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=100k', 'tmpfs', folder], capture_output=True).returncode: pytest.skip('a small disk cannot be mounted here')
+    yield folder
+    subprocess.run(['umount', '-l', folder], check=True)
+
+def fails_and_goes_on(archive, straight, make_room, message):
+    with pytest.raises(OSError, match=message) as e: quiet(ArchProblem(space, acc, table), archive=archive)
+    found = e.value.found.history
+    assert str(archive) in str(e.value) and 0 < len(found) < 200 and found.equals(straight[:len(found)])
+    make_room()
+    held = read_archive(archive).arch.tolist()
+    assert held == found.arch.tolist()                                              # nothing that was found is lost
+    assert quiet(ArchProblem(space, acc, table), archive=archive).history.equals(straight)
+
+def test_full_disk(straight, small_disk):
+    ballast = small_disk/'ballast'
+    ballast.write_bytes(b'0'*8000)
+    def make_room():
+        ballast.unlink()
+        subprocess.run(['mount', '-o', 'remount,size=10m', small_disk], check=True)
+    fails_and_goes_on(small_disk/'a.db', straight, make_room, 'disk is full.*Nothing that it holds is lost: make room|disk I/O error.*is there room')
+
+def test_file_too_large(straight, tmp_path):
+    "Where no disk can be mounted: a limit on the size of files"
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, old[1]))
+    def make_room(): resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    try: fails_and_goes_on(tmp_path/'a.db', straight, make_room, 'disk is full|disk I/O error')
+    finally: make_room()
+
+@pytest.mark.parametrize('folder_mode', [0o755, 0o777], ids=['folder read-only', 'folder writable'])
+def test_read_only(tmp_path, folder_mode):
+    folder,nobody = tmp_path/'folder',65534
+    folder.mkdir()
+    archive = folder/'a.db'
+    quiet(ArchProblem(space, acc, table), archive=archive, gens=2)
+    before = archive.read_bytes()
+    def use(conn):
+        if os.geteuid() == 0: os.setuid(nobody)                                     # for root nothing is read-only
+        try: Archive(archive, space)
+        except OSError as e: conn.send(str(e))
+        else: conn.send('opened')
+    archive.chmod(0o444)
+    if os.geteuid(): folder.chmod(0o555 if folder_mode == 0o755 else 0o755)
+    else:
+        folder.chmod(folder_mode)
+        for p in tmp_path,tmp_path.parent,tmp_path.parent.parent: p.chmod(0o755)    # so that nobody gets as far as this
+    ours,theirs = get_context('fork').Pipe(duplex=False)
+    with process(use, theirs):
+        assert ours.poll(20)
+        told = ours.recv()
+    folder.chmod(0o755)
+    assert 'a.db cannot be used: ' in told and 'Allow writing to it and to its folder' in told
+    assert archive.read_bytes() == before and len(read_archive(archive)) == 40
+
+# Others do the work ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def learn():
+    x,y = load_digits(return_X_y=True)
+    x,y = torch.tensor(x).float().view(-1,1,8,8)/8-1,torch.tensor(y)
+    dls = DataLoaders.from_dsets(*([(a,b) for a,b in zip(x[s], y[s])] for s in (slice(64), slice(64, 128))), bs=32, num_workers=0, device='cpu', drop_last=False)
+    dls.c = 10
+    return kshot_learner(dls, tiny_supernet, k=2, widths=True, nf=4, warmup=0, loss_func=CrossEntropyLossFlat())
+
+few = dict(pop=12, parents=6, gens=3, metric='loss', progress=False)
+
+def test_workers_agree(learn, tmp_path):
+    one = learn.search(**few).history
+    assert len(one) == 36 and one.loss.nunique() > 30
+    two = learn.search(workers=2, archive=tmp_path/'a.db', **few).history
+    assert two.equals(one)                                                          # to the last bit
+    assert read_archive(tmp_path/'a.db').arch.tolist() == one.arch.tolist()
+
+class Deadly:
+    "An evaluator that ends the process that uses it"
+    def __call__(self, arch): os._exit(1)
+
+def test_worker_dies(tmp_path):
+    problem = ArchProblem(space, Deadly(), table)
+    with pytest.raises(Exception) as e: quiet(problem, workers=2)
+    assert 'worker' in str(e.value).lower() or 'process' in str(e.value).lower()
+    assert e.value.found.interrupted and len(e.value.found.history) == 0
+
+def test_dask(learn):
+    distributed = pytest.importorskip('distributed')
+    one = learn.search(**few).history
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, host='127.0.0.1', dashboard_address=None) as cluster, distributed.Client(cluster) as client:
+        with joblib.parallel_config(backend='dask'): two = learn.search(**few).history
+        def unpacked():
+            import threading
+            return sum(hasattr(t, 'kshot_key') for t in threading.enumerate())
+        assert two.equals(one)
+        assert client.run(unpacked) and max(client.run(unpacked).values()) == 1     # the supernet came once
