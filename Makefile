@@ -8,13 +8,13 @@ NBTEST := OMP_NUM_THREADS=1 $(BIN)/nbdev_test
 SETUP  := settings.ini setup.py pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-latest docs bench not-yet readme clean
+.PHONY: help demo test test-slow test-latest docs bench ablations readme clean
 
 help: ## Say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(READY) ## See the library at work on the embedded digits
-	$(BIN)/python tools/demo.py
+demo: $(READY) ## From the embedded digits to a network and a report
+	$(BIN)/kshot_search
 
 test: $(READY) ## Run every notebook as a test, then what stands in tests/
 	$(NBTEST)
@@ -30,10 +30,15 @@ test-latest: .venv-latest/.ready ## tests/ with the newest fastai and without nb
 readme: $(READY) ## Write README.md from nbs/index.ipynb
 	$(BIN)/python tools/readme.py
 
-docs: not-yet ## Build the docs site (to come)
-bench: not-yet ## Measure what K costs (to come)
-not-yet:
-	@echo "This target has nothing to run yet: the part of the library it needs is still being written." >&2; exit 1
+bench: $(READY) ## Measure what a search costs per evaluation
+	$(BIN)/python benchmarks/search_overhead.py
+
+ablations: $(READY) ## Compare ways of sharing weights on the digits bench: about an hour
+	$(BIN)/python benchmarks/ablations.py
+	$(BIN)/python benchmarks/bench_search.py
+
+docs: ## Build the docs site (to come)
+	@echo "This target has nothing to run yet: it is still being written." >&2; exit 1
 
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv .venv-latest _docs _proc build dist *.egg-info runs

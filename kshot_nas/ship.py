@@ -112,7 +112,7 @@ def load_model(
         model = supernet(k=1, **saved['build']).subnet(arch := Arch.parse(saved['arch']), weights='fresh')
         model.load_state_dict(saved['weights'])
     except (RuntimeError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} does not fit what {supernet.__name__} builds from {saved['build']}: is it the function the network was made with?") from e
+        raise ValueError(f"{path} does not fit what {getattr(supernet, '__name__', supernet)} builds from {saved['build']}: is it the function the network was made with?") from e
     model.arch,model.info,model.in_shape = arch,saved['info'],saved['in_shape']
     return model.eval()
 

@@ -1,0 +1,43 @@
+"""Which way of sharing weights ranks architectures best? Trains supernets on the digits bench and writes nbs/data/ablations.csv.
+
+About an hour on two cores. It may be stopped and started again: what is finished is kept in runs/ablations.
+Settings were chosen with other seeds (0 to 3) and other architectures (the first 169 of the same shuffle) than those reported here.
+"""
+import argparse
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from kshot_nas.baselines import ablate, methods
+from kshot_nas.bench import DigitsBench
+
+same_updates = dict(n_epoch=18)          # 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
+sets = {                                 # name: (settings by run, number of seeds, widths?)
+    'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')}, 9, False),
+    'updates':  ({'one-shot': methods['one-shot'], 'K-shot': same_updates}, 9, False),
+    'items':    ({'K=1': dict(k=1)} | {f'K={k}': dict(k=k, **same_updates) for k in (2, 4, 8, 12)}, 4, False),
+    'parts':    ({'K-shot': same_updates, 'no pace': dict(pace=False, **same_updates), 'fast codes': dict(codes_scale=0.2, **same_updates),
+                  'no warm-up': dict(n_epoch=20, warmup=0)}, 4, False),
+    'paths':    ({f'in turn, m={m}': dict(n_paths=m, **same_updates) for m in (1, 4)} | {f'joint, m={m}': dict(n_paths=m, joint=True) for m in (1, 4)}, 4, False),
+    'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {2*n-2} epochs': dict(n_epoch=2*n-2) for n in (5, 10, 20)}, 4, False),
+    'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 4, False),
+    'widths':   ({'one-shot': methods['one-shot'], 'K-shot': same_updates, 'K-shot without r_c': dict(alpha=0., **same_updates)}, 8, True)}
+
+if __name__ == '__main__':
+    p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    p.add_argument('sets', nargs='*', default=list(sets), help=f"which of {', '.join(sets)}; all by default")
+    p.add_argument('--workers', type=int, default=os.cpu_count())
+    p.add_argument('--out', default='nbs/data/ablations.csv')
+    args = p.parse_args()
+    old = pd.read_csv(args.out) if Path(args.out).exists() else pd.DataFrame(columns=['set'])
+    for name in args.sets:
+        runs, n_seeds, widths = sets[name]
+        bench = DigitsBench(widths)
+        order = np.random.default_rng(1).permutation(len(bench.archs))
+        archs = bench.archs if widths else [bench.archs[i] for i in order[169:369]]
+        df = ablate(bench, runs, range(100, 100+n_seeds), 'runs/ablations', args.workers, archs)
+        old = pd.concat([old[old['set'] != name], df.assign(set=name)])
+        old.round(5).to_csv(args.out, index=False)
+        print(name, df.groupby('run', sort=False).tau.agg(['mean', 'sem', 'count']).round(3), sep='\n', flush=True)
