@@ -91,7 +91,7 @@ def _zoom(self:SearchResult, ax, seen, front):
     "Leave the worst twentieth out of the picture, unless it is part of the front, and say so"
     merit,(low,high) = seen[self.metric]*self.sign,sorted(y*self.sign for y in ax.get_ylim())
     floor = min(merit.quantile(0.05), (front[self.metric]*self.sign).min()) - 0.05*(merit.max() - merit.quantile(0.05))
-    if floor <= low: return
+    if floor <= low or not (merit < floor).any(): return
     ax.set_ylim(sorted((floor*self.sign, high*self.sign)))
     y,va = (0.02,'bottom') if self.sign > 0 else (0.98,'top')
     ax.text(0.01, y, f'{(merit < floor).sum()} worse ones are not shown', transform=ax.transAxes, va=va, fontsize=8, c='0.3', bbox=dict(fc='w', ec='none', pad=1))

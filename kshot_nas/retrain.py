@@ -6,7 +6,7 @@
 __all__ = ['log', 'RetrainLearner', 'retrain_learner']
 
 # %% ../nbs/14_retrain.ipynb #2291e11b
-import hashlib, logging, tempfile
+import hashlib, importlib, logging, tempfile
 from functools import partial
 from pathlib import Path
 
@@ -141,3 +141,8 @@ def fit_retrain(self:RetrainLearner,
     self.first = start
     try: self.fit(n_epoch, lr, cbs=cbs)
     finally: self.first = 0
+
+# %% ../nbs/14_retrain.ipynb #b3acdc8e
+def __getattr__(name):
+    if name in ('export_onnx', 'export_torch', 'save_model', 'load_model', 'model_card'): return getattr(importlib.import_module('kshot_nas.ship'), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
