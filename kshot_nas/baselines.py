@@ -7,6 +7,7 @@ __all__ = ['methods', 'ensemble_accuracy', 'train_run', 'ablate', 'summary', 'pl
 
 # %% ../nbs/13_baselines.ipynb #dae52956
 import hashlib, inspect, json, os, re, time
+from contextlib import contextmanager
 from pathlib import Path
 
 import joblib
@@ -78,11 +79,19 @@ def _read(file) -> dict:
     try: return json.loads(file.read_text())
     except (FileNotFoundError, json.JSONDecodeError): return None
 
+@contextmanager
+def _one_thread():
+    "One thread for torch, as the sums of several are rounded in other ways: the same numbers on every machine and with any number of processes"
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try: yield
+    finally: torch.set_num_threads(n)
+
 def _work(bench, run, seed, archs, file):
     "Train one run and keep the result"
-    torch.set_num_threads(1)                                            # the same numbers whatever the number of processes
+    with _one_thread(): result = train_run(bench, run, seed, archs)
     tmp = file.with_suffix(f'.{os.getpid()}.tmp')
-    tmp.write_text(json.dumps(train_run(bench, run, seed, archs)))
+    tmp.write_text(json.dumps(result))
     os.replace(tmp, file)
 
 # %% ../nbs/13_baselines.ipynb #0df268fd

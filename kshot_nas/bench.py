@@ -20,7 +20,7 @@ from fastcore.basics import patch
 from fastprogress.fastprogress import progress_bar
 from sklearn.datasets import load_digits
 
-from .baselines import ablate, summary
+from .baselines import _one_thread, ablate, summary
 from .cost import CostTable
 from .rank import RankReport, rank_report, tau_ceiling
 from .space import Arch
@@ -54,6 +54,7 @@ def distinct(arch:Arch) -> Arch:
     return Arch([arch.ops[l] for l in order], [0 if arch.ops[l] == _skip else arch.widths[l] for l in order] if arch.widths else ())
 
 # %% ../nbs/15_bench.ipynb #e1d692e2
+@_one_thread()
 def train_alone(
     arch:Arch,        # an architecture of the bench's space, with or without widths
     seed:int,         # decides initial weights and the order of the images
@@ -90,9 +91,7 @@ def _read_rows(file:Path) -> dict:
     return {(Arch.parse(a), int(s)):(int(v), int(t)) for a,s,v,t in rows}
 
 # %% ../nbs/15_bench.ipynb #dacfa0ce
-def _train_one(arch, seed):
-    torch.set_num_threads(1)                                            # the same result whatever the machine does beside it
-    return arch,seed,train_alone(arch, seed)
+def _train_one(arch, seed): return arch,seed,train_alone(arch, seed)
 
 def build(
     folder,                # where the results are collected, and found again
