@@ -19,7 +19,9 @@ command = Path(sys.executable).with_name('kshot_search')
 pytestmark = pytest.mark.skipif(not command.exists(), reason='kshot_search is not installed beside this Python')
 small = '--k 2 --epochs 3 --bs 300 --pop 6 --gens 3 --retrain-epochs 1 --trials 1'.split()
 
-def start(*argv, cwd): return subprocess.Popen([command, *map(str, argv)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+def start(*argv, cwd):
+    def listen(): signal.signal(signal.SIGINT, signal.SIG_DFL)      # whoever runs the tests in the background has made us deaf to Ctrl-C
+    return subprocess.Popen([command, *map(str, argv)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'}, preexec_fn=listen)
 def run(*argv, cwd):
     proc = start(*argv, cwd=cwd)
     out,err = proc.communicate(timeout=300)
@@ -96,7 +98,8 @@ def test_interrupted(tmp_path):
         if log.exists() and 'epoch 2/500' in log.read_text(): break
         time.sleep(0.1)
     proc.send_signal(signal.SIGINT)
-    _,err = proc.communicate(timeout=60)
+    try: _,err = proc.communicate(timeout=60)
+    finally: proc.kill()
     assert proc.returncode == 130 and err == 'kshot_search: interrupted; what was done is kept. Go on with: kshot_search --resume --out runs/digits\n'
     code,out,err = run('--resume', '--out', 'runs/digits', '--dry-run', cwd=tmp_path)
     assert (code, err) == (0, '') and 'started before' in out and '500 epochs' in out
