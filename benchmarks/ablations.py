@@ -16,7 +16,7 @@ from kshot_nas.bench import DigitsBench
 same_updates = dict(n_epoch=18)          # 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 sets = {                                 # name: (settings by run, number of seeds, widths?)
     'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')}, 16, False),
-    'updates':  ({'one-shot': methods['one-shot'], 'K-shot': same_updates}, 16, False),
+    'updates':  ({'one-shot': methods['one-shot'], 'K-shot': same_updates}, 9, False),
     'items':    ({'K=1': dict(k=1)} | {f'K={k}': dict(k=k, **same_updates) for k in (2, 4, 8, 12)}, 4, False),
     'parts':    ({'K-shot': same_updates, 'no pace': dict(pace=False, **same_updates), 'fast codes': dict(codes_scale=0.2, **same_updates),
                   'no warm-up': dict(n_epoch=20, warmup=0)}, 4, False),
