@@ -6,7 +6,7 @@
 __all__ = ['log', 'RetrainLearner', 'retrain_learner']
 
 # %% ../nbs/14_retrain.ipynb #2291e11b
-import hashlib, importlib, logging, tempfile
+import importlib, logging, tempfile
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from fastcore.basics import patch
 from fastcore.foundation import L
 from torch import nn
 
+from .archive import fingerprint
 from .learner import KShotLearner, _write_checkpoint
 from .recipe import BatchAugment, HeadDropout, SeedEpochs, WeightEMA, decay_splitter, paper_pace, peak_lr, ramp_stairs, rmsprop_opt
 from .supernet import Supernet
@@ -42,11 +43,7 @@ def _redraw(model, seed):
         for m in model.modules():
             if hasattr(m, 'reset_parameters'): m.reset_parameters()
 
-def _fingerprint(model) -> str:
-    "A digest of the names and values of all weights"
-    h = hashlib.sha256()
-    for n,v in model.state_dict().items(): h.update(n.encode()); h.update(v.detach().cpu().contiguous().numpy().tobytes())
-    return h.hexdigest()[:16]
+
 
 # %% ../nbs/14_retrain.ipynb #433e4465
 def retrain_learner(
@@ -80,7 +77,7 @@ def retrain_learner(
     learn = RetrainLearner(dls, model, loss_func=loss_func, opt_func=partial(rmsprop_opt, wd=wd), splitter=decay_splitter,
                            metrics=metrics, cbs=ours+L(cbs), **kwargs)
     learn.recipe = dict(weights=weights, wd=wd, ema=ema, smoothing=smoothing, dropout=dropout, rand_augment=rand_augment and list(rand_augment),
-                        erase=erase, seed=seed, loss=type(loss_func).__name__, start=_fingerprint(model))
+                        erase=erase, seed=seed, loss=type(loss_func).__name__, start=fingerprint(model))
     return learn
 
 # %% ../nbs/14_retrain.ipynb #4b3208ef
