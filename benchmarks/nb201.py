@@ -1,6 +1,6 @@
 """How well does a supernet rank the architectures of NAS-Bench-201? Trains it on CIFAR-10 and compares with the benchmark.
 
-The full protocol wants a GPU and some hours for each supernet:
+The full protocol wants a GPU:
 
     python benchmarks/nb201.py --images cifar10 --truth nb201.csv --k 8 --epochs 250 --seed 0
     python benchmarks/nb201.py --images cifar10 --truth nb201.csv --k 1 --epochs 250 --seed 0
