@@ -5,25 +5,34 @@ Settings were chosen with other seeds (0 to 3) and other architectures (the firs
 """
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 
 from kshot_nas.baselines import ablate, methods
 from kshot_nas.bench import DigitsBench
+from kshot_nas.simplex import Coder, SimplexNet
 
-same_updates = dict(n_epoch=18)          # 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
+class FirstOp(Coder):
+    "An item for each operation of the first layer: few-shot NAS"
+    def codes(self, archs): return torch.eye(self.k)[[a.ops[0] for a in archs]]
+
+base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: chosen on seeds 0 to 7
+updates = dict(n_epoch=18)               # the paper's ratio, 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 sets = {                                 # name: (settings by run, number of seeds, widths?)
-    'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')}, 16, False),
-    'updates':  ({'one-shot': methods['one-shot'], 'K-shot': same_updates}, 9, False),
-    'items':    ({'K=1': dict(k=1)} | {f'K={k}': dict(k=k, **same_updates) for k in (2, 4, 8, 12)}, 4, False),
-    'parts':    ({'K-shot': same_updates, 'no pace': dict(pace=False, **same_updates), 'fast codes': dict(codes_scale=0.2, **same_updates),
-                  'no warm-up': dict(n_epoch=20, warmup=0)}, 4, False),
-    'paths':    ({f'in turn, m={m}': dict(n_paths=m, **same_updates) for m in (1, 4)} | {f'joint, m={m}': dict(n_paths=m, joint=True) for m in (1, 4)}, 4, False),
-    'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {2*n-2} epochs': dict(n_epoch=2*n-2) for n in (5, 10, 20)}, 4, False),
+    'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'K-shot, 5 to 1': base}, 16, False),
+    'updates':  ({'one-shot': methods['one-shot'], 'K-shot, 18 epochs': updates}, 16, False),
+    'items':    ({'K=1': dict(k=1)} | {f'K={k}': base|dict(k=k) for k in (2, 4, 8, 12)}, 8, False),
+    'parts':    ({'K-shot, 5 to 1': base, 'no pace': base|dict(pace=False), 'no warm-up': base|dict(warmup=0), 'fast codes': base|dict(codes_scale=0.05),
+                  'a code per layer': base|dict(code=partial(SimplexNet, per_layer=True)), 'codes start apart': base|dict(code=partial(SimplexNet, std=1.)),
+                  'items almost equal': base|dict(noise=0.1), 'items drawn apart': base|dict(noise=None), 'split by the first op': dict(k=4, code=FirstOp, warmup=5, noise=0.1)}, 8, False),
+    'paths':    ({f'in turn, m={m}': updates|dict(n_paths=m) for m in (1, 4, 16)} | {f'joint, m={m}': dict(n_paths=m, joint=True) for m in (1, 4, 16)}, 4, False),
+    'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {n} epochs': base|dict(n_epoch=n) for n in (5, 10, 20)}, 4, False),
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 4, False),
-    'widths':   ({'one-shot': methods['one-shot'], 'K-shot': same_updates, 'K-shot without r_c': dict(alpha=0., **same_updates)}, 8, True)}
+    'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 8, True)}
 
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0])

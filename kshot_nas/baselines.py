@@ -17,6 +17,7 @@ from fastprogress.fastprogress import progress_bar
 from scipy import stats
 
 from .learner import KShotLearner, kshot_learner
+from .supernet import Supernet
 
 # %% ../nbs/13_baselines.ipynb #8225b3f4
 methods = {
@@ -72,7 +73,7 @@ def train_run(
 # %% ../nbs/13_baselines.ipynb #13101a5b
 def _file(folder, bench, name, run, seed, archs) -> Path:
     "Where the result of a run is kept"
-    what = json.dumps([_defaults | run, seed, repr(bench), [str(a) for a in archs]], sort_keys=True)
+    what = json.dumps([_defaults | run, seed, repr(bench), [str(a) for a in archs]], sort_keys=True, default=repr)
     return Path(folder)/f"{re.sub('[^A-Za-z0-9.=-]+', '_', name)}-{seed}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json"
 
 def _read(file) -> dict:
@@ -97,7 +98,7 @@ def _work(bench, run, seed, archs, file):
 # %% ../nbs/13_baselines.ipynb #0df268fd
 def _check_run(name, run):
     "Refuse settings that nothing would read, before anything is trained"
-    known = {'ensemble', *_defaults, *(n for f in (kshot_learner, KShotLearner.fit_kshot) for n in inspect.signature(f).parameters)}
+    known = {'ensemble', *_defaults, *(n for f in (kshot_learner, KShotLearner.fit_kshot, Supernet) for n in inspect.signature(f).parameters)}
     if unknown := set(run) - known: raise ValueError(f"the run {name!r} has settings that nobody knows: {', '.join(sorted(unknown))}; known are {', '.join(sorted(known))}")
     if run.get('ensemble') not in (None, 'max', 'avg'): raise ValueError(f"`ensemble` of the run {name!r} must be 'max' or 'avg'; got {run['ensemble']!r}")
 

@@ -65,14 +65,14 @@ def kshot_learner(
     temp:float=0.3,             # temperature of the channel regularizer
     alpha:float=1.,             # weight of the channel regularizer
     warmup:int=5,               # epochs with equal codes
-    code:str='simplex',         # 'simplex' (learned), 'fixed' (1/k) or 'random'
+    code='simplex',             # 'simplex' (learned), 'fixed' (1/k), 'random', or what makes a `Coder` from a space and k: `partial(SimplexNet, per_layer=True)`
     seed:int=0,                 # decides the initial weights, the architectures and the order of the images
     n_out:int=None,             # number of outputs; inferred from `dls` if `None`
     n_in:int=None,              # number of input channels; inferred from `dls` if `None`
     ratio:tuple=(1,1),          # steps for the items and for the codes, in turn
     joint:bool=False,           # train both at every step instead
     pace:bool=None,             # same speed for every k and code? The paper has no such thing: see `PathSampler`; `True` if `None`
-    preset:str=None,            # 'paper': all as in the paper, which has no `pace`
+    preset:str=None,            # 'paper': as in the paper, which has no `pace`; `noise=None` draws K supernets apart, as it may have done
     how:str='uniform',          # how architectures are drawn: see `SearchSpace.sample`
     n_valid:int=8,              # architectures that take turns in validation
     max_dist:float=0.15,        # widths closer than this should have similar codes
@@ -84,7 +84,7 @@ def kshot_learner(
     "A learner for the supernet that `supernet` makes for the data of `dls`"
     if preset not in (None, 'paper') or (preset and pace): raise ValueError(f"preset must be None, or 'paper' without `pace`; got preset={preset!r}, pace={pace!r}")
     pace = preset is None if pace is None else pace
-    if code not in _coders: raise ValueError(f"code must be one of {', '.join(map(repr, _coders))}; got {code!r}")
+    if not callable(code) and code not in _coders: raise ValueError(f"code must be one of {', '.join(map(repr, _coders))}, or make a Coder; got {code!r}")
     for name,n in dict(k=k, warmup=warmup).items():
         if type(n) is not int or n < (name == 'k'): raise ValueError(f"{name} must be an int of at least {int(name == 'k')}; got {n!r}")
     learner_kw = {n:kwargs.pop(n) for n in list(kwargs) if n in _learner_args}
@@ -97,14 +97,16 @@ def kshot_learner(
             torch.manual_seed(seed)
             if 'size' in inspect.signature(supernet).parameters and len(shape) == 3: kwargs.setdefault('size', shape[1] if shape[1] == shape[2] else shape[1:])
             net = supernet(k=k, n_in=n_in, n_out=n_out, **kwargs)
-    coder = _coders[code](net.space, net.k, **({} if code == 'fixed' else dict(seed=seed)))
+    make = code if callable(code) else _coders[code]
+    coder = make(net.space, net.k, **(dict(seed=seed) if 'seed' in inspect.signature(make).parameters else {}))
+    learned = net.k > 1 and any(True for _ in coder.parameters())
     ours = [PhaseSwitch(warmup, ratio, joint, seed), PathSampler(n_paths, how, n_valid, pace, seed), ContrastTerm(alpha, temp, max_dist, seed=seed),
             ShareGradients(), rec := CodeRecorder(seed=seed)]
     learn = KShotLearner(dls, KShotModel(net, coder), opt_func=opt_func, splitter=kshot_splitter, cbs=ours+L(cbs), **learner_kw)
     if metrics is None and isinstance(learn.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)): metrics = accuracy
     columns = dict(items_loss=lambda: rec.mean('items'))
-    if net.k > 1 and code == 'simplex': columns |= dict(codes_loss=lambda: rec.mean('codes'), code_spread=lambda: rec.spread)
-    if net.k > 1 and code == 'simplex' and net.space.widths and alpha: columns |= dict(r_c=lambda: rec.mean(column=3))
+    if learned: columns |= dict(codes_loss=lambda: rec.mean('codes'), code_spread=lambda: rec.spread)
+    if learned and net.space.widths and alpha: columns |= dict(r_c=lambda: rec.mean(column=3))
     learn.metrics = L(metrics) + [ValueMetric(f, n) for n,f in columns.items()]
     return learn
 

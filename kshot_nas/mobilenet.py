@@ -96,7 +96,7 @@ def mobilenet_supernet(
     se_ratio:float=0.25,            # squeezed channels as a share of the expanded ones
     identity_everywhere:bool=True,  # offer `identity` also where the shape changes, as a 1x1 convolution?
     dropout:float=0.,               # share of the features dropped before the classifier in training
-    noise:float=None                # how the items start: see `kshotify`
+    noise:float=1.                  # how the items start: see `kshotify`
 ) -> Supernet:
     "The MobileNetV2-SE space: 21 searched layers of 13 operations, 24 width layers"
     ratios,size,act = _check_arguments(n_in, n_out, widths, size, strides, act, se_ratio)

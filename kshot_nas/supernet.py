@@ -58,14 +58,19 @@ class WidthChoice:
 
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
-# %% ../nbs/05_supernet.ipynb #7e2ffe86
+# %% ../nbs/05_supernet.ipynb #e57ae8bf
+def _fast_layout(x:Tensor) -> Tensor:
+    "Images with the channels of a pixel side by side, on a CPU"
+    return x.clone(memory_format=torch.channels_last) if x.ndim == 4 and x.device.type == 'cpu' else x      # a clone, because for one channel both layouts look alike to PyTorch
+
+# %% ../nbs/05_supernet.ipynb #c08042e1
 class Supernet(nn.Module):
     "All architectures of a module with choices, sharing `k` items of every weight"
     def __init__(self,
         module:nn.Module,    # any network with op choices and width choices in it
         k:int=8,             # number of items
         in_shape:tuple=None, # shape of one input, such as (3, 224, 224)
-        noise:float=None,    # how the items start: see `kshotify`
+        noise:float=1.,      # how the items start: see `kshotify`
         running:bool=False,  # running statistics in batch norms, instead of the batch's?
         skip:tuple=()        # types of layers that all paths share as they are
     ):
@@ -86,7 +91,7 @@ class Supernet(nn.Module):
 
     @property
     def k(self) -> int: return self.code.k
-    def forward(self, x): return self.net(x)
+    def forward(self, x): return self.net(_fast_layout(x))
 
 # %% ../nbs/05_supernet.ipynb #57f7e5d8
 @patch

@@ -1,0 +1,238 @@
+"""What K-shot weight sharing costs, as ratios within one run: time of a step, of an evaluation, memory, and how they grow.
+
+    python benchmarks/cost.py              # the quick set: under five minutes
+    python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows; about half an hour
+
+Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures and images, so a busy
+machine slows all alike. Times are of the processor (one thread), or of the clock where CUDA does the work. Memory figures have a process each.
+"""
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+
+warnings.filterwarnings('ignore', message='.*torch.jit', category=FutureWarning)
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+
+from kshot_nas.callbacks import phased_opt
+from kshot_nas.cost import CostTable
+from kshot_nas.layers import KLayer
+from kshot_nas.mobilenet import mobilenet_supernet
+from kshot_nas.nb201 import nb201_supernet
+from kshot_nas.simplex import SimplexNet
+from kshot_nas.tiny import tiny_supernet
+
+device = 'cuda' if torch.cuda.is_available() else 'cpu'
+spaces = {'MobileNet 224': mobilenet_supernet,
+          'MobileNet 32':  lambda k: mobilenet_supernet(k, size=32, n_out=10, strides=(1,1,2,2,1,2,1)),
+          'NAS-Bench-201': nb201_supernet}
+
+def clock() -> float:
+    if device == 'cpu': return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+def batch(net, bs): return torch.randn(bs, *net.in_shape, device=device),torch.randint(0, 10, (bs,), device=device)
+def sgd(params): return phased_opt([params, []]).opt.opts[0]               # what the learner trains items with
+
+class Items:
+    "Steps for the items, timed by part"
+    def __init__(self, net): self.net,self.opt,self.lam = net.to(device),sgd(net.parameters()),torch.full((net.k,), 1/net.k, device=device)
+    def __call__(self, arch, x, y) -> dict:
+        self.net._set(arch, self.lam)
+        self.opt.zero_grad()
+        t = [clock()]
+        loss = F.cross_entropy(self.net(x), y); t.append(clock())
+        loss.backward();                        t.append(clock())
+        self.opt.step();                        t.append(clock())
+        return dict(zip(('forward', 'backward', 'optimizer'), np.diff(t)), step=t[-1]-t[0])
+
+    def merge(self, arch) -> float:
+        "Time to mix the items of a path once more: a part of the forward pass"
+        self.net._set(arch, self.lam)
+        seen = []
+        def note(m, args): seen.append((m, m.sizes(args[0].shape[m.channel_dim])))
+        hooks = [m.register_forward_pre_hook(note) for m in self.net.modules() if isinstance(m, KLayer)]
+        self.net(torch.zeros(2, *self.net.in_shape, device=device))
+        for h in hooks: h.remove()
+        t = clock()
+        for m,sizes in seen: m.merged_params(*sizes)
+        return clock()-t
+
+class Codes:
+    "Steps for the codes, as `PathSampler` makes them"
+    def __init__(self, net): self.net,self.coder = net.to(device),SimplexNet(net.space, net.k).to(device)
+    def __call__(self, archs, x, y) -> float:
+        t,lams = clock(),self.coder(archs)
+        leaf,self.net.code.fixed = lams.detach().requires_grad_(),True
+        for part,pred in zip(y.tensor_split(len(archs)), self.net.each_group(x, archs, leaf)): (F.cross_entropy(pred, part)*len(part)/len(y)).backward()
+        self.net.code.fixed = False
+        (lams*leaf.grad).sum().backward()
+        return clock()-t
+
+def ratios(rows:list, base:str, what='step') -> pd.DataFrame:
+    "Median over architectures of the ratio to `base`, its quartiles, and the medians of the times in milliseconds"
+    df = pd.DataFrame(rows)
+    by = df.pivot(index='arch', columns='run', values=what)[list(dict.fromkeys(df.run))]
+    r = by.div(by[base], axis=0)
+    times = [c for c in df if c not in ('run', 'arch')]
+    return pd.DataFrame({'ratio': r.median(), 'lower quartile': r.quantile(0.25), 'upper quartile': r.quantile(0.75)}).join(1000*df.groupby('run')[times].median())
+
+def items_step(space, bs, n, ks) -> pd.DataFrame:
+    "A step for the items with each K, and of the same path as a plain network in both layouts of memory, against K=1"
+    steps,rows = {f'K={k}': Items(spaces[space](k)) for k in ks},[]
+    net = steps['K=1'].net
+    x,y = batch(net, bs)
+    def plain(model, opt, x, y):
+        opt.zero_grad()
+        t = clock()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        return clock()-t
+    for i,arch in enumerate(net.space.sample(n, seed=0)):
+        model = net.subnet(arch).train()
+        opt = sgd(model.parameters())
+        for step in (*steps.values(), lambda a, x, y: plain(model, opt, x, y)): step(arch, x[:2], y[:2])       # makes room for the momentum
+        for name,step in steps.items(): rows.append(dict(run=name, arch=i, **step(arch, x, y), merge=step.merge(arch)))
+        for name,layout in ('plain network', torch.channels_last),('plain network, channels first', torch.contiguous_format):
+            model = model.to(memory_format=layout)
+            rows.append(dict(run=name, arch=i, step=plain(model, opt, x.clone(memory_format=layout), y)))
+    return ratios(rows, 'K=1')
+
+def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
+    "A step for the codes with 16 architectures against the mean of 16 steps for the items with these, on the same batch"
+    items = Items(spaces[space](8))
+    codes,rows = Codes(items.net),[]
+    x,y = batch(items.net, bs)
+    for i in range(n):
+        archs = items.net.space.sample(n_paths, seed=0, start=i*n_paths)
+        for a in archs: items(a, x[:2], y[:2])
+        rows += [dict(run='items', arch=i, step=np.mean([items(a, x, y)['step'] for a in archs])), dict(run='codes', arch=i, step=codes(archs, x, y))]
+    return ratios(rows, 'items')
+
+def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
+    "Evaluating an architecture on some batches, by supernets and by the plain network"
+    nets,rows = {f'K={k}': spaces[space](k).to(device).eval() for k in (1, 8)},[]
+    x = batch(nets['K=1'], bs)[0].clone(memory_format=torch.channels_last)
+    for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
+        models = {'plain network': nets['K=1'].subnet(arch).train().to(memory_format=torch.channels_last)} | nets     # train: batch statistics, as the supernets use them
+        for model in models.values():
+            with torch.inference_mode(): model(x[:2])
+        for name,model in models.items():
+            if name in nets: model._set(arch, torch.full((model.k,), 1/model.k, device=device))      # forgets what was merged
+            t = clock()
+            with torch.inference_mode():
+                for _ in range(n_batches): model(x)
+            rows.append(dict(run=name, arch=i, step=clock()-t))
+    return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
+
+def naive(space, bs, n, k=8) -> pd.DataFrame:
+    "K whole networks, every operation of every layer mixed at each step, gradients for items and codes: against the way of this library"
+    net,ours,rows = spaces[space](1).to(device),Items(spaces[space](k)),[]
+    whole = {name:p.detach().expand(k, *p.shape[1:]).clone().requires_grad_() for name,p in net.named_parameters()}
+    opt,(x,y) = sgd(whole.values()),batch(net, bs)
+    for i,arch in enumerate(net.space.sample(n, seed=2)):
+        for _ in range(2): own = ours(arch, x, y)['step']
+        for _ in range(2):
+            net._set(arch); opt.zero_grad(); t = clock()
+            lam = torch.full((k,), 1/k, device=device, requires_grad=True)
+            mixed = {name:torch.tensordot(lam, p, 1)[None] for name,p in whole.items()}
+            F.cross_entropy(torch.func.functional_call(net, mixed, x), y).backward()
+            for p in whole.values():
+                if p.grad is None: p.grad = torch.zeros_like(p)
+            opt.step()
+        rows += [dict(run='kshot_nas', arch=i, step=own), dict(run='naive', arch=i, step=clock()-t)]
+    return ratios(rows, 'kshot_nas')
+
+def resident(which) -> float:
+    "Megabytes of this process in memory: now ('VmRSS') or at most so far ('VmHWM')"
+    with open('/proc/self/status') as f: return next(int(l.split()[1])/1e3 for l in f if l.startswith(which))
+
+def held(space, k, bs, what) -> dict:
+    "Megabytes of a step: items, momentum, gradients, and what the forward pass keeps for the backward pass; what the process grew by at its peak"
+    before = resident('VmRSS')
+    with open('/proc/self/clear_refs', 'w') as f: f.write('5')                # the peak counts from here
+    step = Items(spaces[space](k))
+    net,kept,sums = step.net,{},[]
+    own,archs,(x,y) = {p.untyped_storage().data_ptr() for p in net.parameters()},net.space.sample(16, seed=0),batch(net, bs)
+    def pack(t):
+        if (s := t.untyped_storage()).data_ptr() not in own: kept[s.data_ptr()] = s.nbytes()
+        return t
+    def enter(m, args): kept.clear()
+    def leave(m, args, out): sums.append(sum(kept.values()))
+    net.register_forward_pre_hook(enter); net.register_forward_hook(leave)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        if what == 'codes': Codes(net)(archs, x, y)
+        else:
+            for a in archs[:4]: step(a, x, y)
+    def mb(ts): return sum(t.numel()*t.element_size() for t in ts)/1e6
+    return dict(items=mb(net.parameters()), momentum=mb(net.parameters())*(what == 'items'),            # of all items, once all were trained
+                gradients=mb(p.grad for p in net.parameters() if p.grad is not None), kept=max(sums)/1e6 if what == 'codes' else np.mean(sums)/1e6,
+                peak=resident('VmHWM')-before)
+
+def memory(space, bs, ks=(1, 8)) -> pd.DataFrame:
+    "`held`, each in a process of its own, and ratios to K=1"
+    rows = {f'K={k}': (k, 'items') for k in ks} | {f'K={ks[-1]}, codes': (ks[-1], 'codes')}
+    def child(k, what): return json.loads(subprocess.run([sys.executable, __file__, '--held', space, str(k), str(bs), what], stdout=subprocess.PIPE, text=True, check=True).stdout)
+    df = pd.DataFrame({name: child(*r) for name,r in rows.items()}).T
+    df['sum'] = df[['items', 'momentum', 'gradients', 'kept']].sum(1)
+    return df.assign(ratio=df['sum']/df['sum'].iloc[0], **{'ratio of peaks': df.peak/df.peak.iloc[0]})
+
+def growth(n=5) -> pd.DataFrame:
+    "Time of a step on a small space as one thing grows, in multiples of the first value, beside what theory says"
+    def run(bs=32, k=8, n_paths=None, **kw):
+        net = tiny_supernet(k, n_in=3, **{'size': 32, 'nf': 32, **kw})
+        x,y = batch(net, bs)
+        step = Codes(net) if n_paths else Items(net)
+        times = [(step(net.space.sample(n_paths, seed=i), x, y) if n_paths else step(net.space.sample(1, seed=i)[0], x, y)['step']) for i in range(4*n)]
+        return np.mean(times[n:])
+    what = {'k': (1, 2, 4, 8, 16, 32), 'n_layers': (3, 6, 12, 24), 'nf': (16, 32, 64, 128), 'size': (16, 32, 64, 128), 'n_paths': (1, 2, 4, 8, 16, 32)}
+    return pd.DataFrame([dict(what=w, value=v, seconds=run(**{w: v})) for w,vs in what.items() for v in vs])
+
+def machinery() -> pd.DataFrame:
+    "Milliseconds of what a search does a million times"
+    net = mobilenet_supernet(1)
+    table = CostTable(net)
+    t = {'start': time.perf_counter()}
+    archs = net.space.sample(10**5, seed=0);  t['sample 100,000'] = time.perf_counter()
+    net.space.encode(archs);                  t['encode 100,000'] = time.perf_counter()
+    many = archs*10;                          t[''] = time.perf_counter()
+    table.flops(many);                        t['FLOPs of 1,000,000'] = time.perf_counter()
+    return pd.DataFrame({'seconds': dict(zip(list(t)[1:], np.diff(list(t.values()))))}).drop('')
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--full', action='store_true', help='the long set')
+    p.add_argument('--out', default='nbs/data/cost.json', help='where to write the tables')
+    p.add_argument('--held', nargs=4, help=argparse.SUPPRESS)
+    args = p.parse_args()
+    torch.set_num_threads(1)
+    if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
+    n,ks = (4, (1, 2, 4, 8, 12)) if args.full else (2, (1, 8))
+    sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
+    tables = {}
+    def show(title, df):
+        tables[title] = json.loads(df.to_json(orient='split'))
+        print(f'\n{title}\n{df.round(3).to_string()}', flush=True)
+        os.makedirs(os.path.dirname(args.out) or '.', exist_ok=True)
+        with open(f'{args.out}.tmp', 'w') as f: json.dump(dict(device=device, torch=torch.__version__, full=args.full, tables=tables), f, indent=1)
+        os.replace(f'{args.out}.tmp', args.out)
+    for space,bs in sizes: show(f'step for the items, {space}, batch {bs}', items_step(space, bs, n, ks))
+    if args.full: show('step for the items, MobileNet 224, batch 64', items_step('MobileNet 224', 64, n, (1, 8)))
+    for space,bs in sizes:
+        show(f'step for the codes, {space}, batch {bs}', codes_step(space, bs, n//2))
+        show(f'evaluation, {space}, batch {bs}', evaluation(space, bs, n))
+    show('the naive way, MobileNet 32, batch 16', naive('MobileNet 32', 16, n))
+    for space,bs in [('MobileNet 224', 4), ('NAS-Bench-201', 128)] + [('MobileNet 224', 16)]*args.full: show(f'megabytes, {space}, batch {bs}', memory(space, bs))
+    show('machinery', machinery())
+    if args.full: show('growth', growth())
+
+if __name__ == '__main__': main()
