@@ -8,7 +8,7 @@ NBTEST := OMP_NUM_THREADS=1 $(BIN)/nbdev_test
 SETUP  := settings.ini setup.py pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-latest docs bench ablations readme clean
+.PHONY: help demo test test-slow test-latest docs bench bench-full ablations readme clean
 
 help: ## Say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,15 +30,19 @@ test-latest: .venv-latest/.ready ## tests/ with the newest fastai and without nb
 readme: $(READY) ## Write README.md from nbs/index.ipynb
 	$(BIN)/python tools/readme.py
 
-bench: $(READY) ## Measure what a search costs per evaluation
+bench: $(READY) ## Measure what K-shot costs against one-shot, in about five minutes
+	$(BIN)/python benchmarks/cost.py --out runs/cost.json
+
+bench-full: $(READY) ## The same with everything that the docs show: about half an hour
+	$(BIN)/python benchmarks/cost.py --full
 	$(BIN)/python benchmarks/search_overhead.py
 
 ablations: $(READY) ## Compare ways of sharing weights on the digits bench: about an hour
 	$(BIN)/python benchmarks/ablations.py
 	$(BIN)/python benchmarks/bench_search.py
 
-docs: ## Build the docs site (to come)
-	@echo "This target has nothing to run yet: it is still being written." >&2; exit 1
+docs: $(READY) ## Build the docs site in _docs, with Quarto where there is one
+	if command -v quarto >/dev/null; then $(BIN)/nbdev_docs; else $(BIN)/python tools/docs.py; fi
 
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv .venv-latest _docs _proc build dist *.egg-info runs

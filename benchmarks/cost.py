@@ -4,7 +4,8 @@
     python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows; about half an hour
 
 Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures and images, so a busy
-machine slows all alike. Times are of the processor (one thread), or of the clock where CUDA does the work. Memory figures have a process each.
+machine slows all alike. Times are of the processor (one thread), or of the clock where CUDA does the work. Memory figures have a process each. In the
+others malloc is told to keep what it has, as PyTorch does on GPUs: whether it gives memory back after a step is luck.
 """
 import argparse
 import json
@@ -30,6 +31,7 @@ from kshot_nas.nb201 import nb201_supernet
 from kshot_nas.simplex import SimplexNet
 from kshot_nas.tiny import tiny_supernet
 
+keep = dict(MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**33), MALLOC_TOP_PAD_=str(2**28))   # don't give memory back between steps
 device = 'cuda' if torch.cuda.is_available() else 'cpu'
 spaces = {'MobileNet 224': mobilenet_supernet,
           'MobileNet 32':  lambda k: mobilenet_supernet(k, size=32, n_out=10, strides=(1,1,2,2,1,2,1)),
@@ -81,14 +83,14 @@ class Codes:
 def ratios(rows:list, base:str, what='step') -> pd.DataFrame:
     "Median over architectures of the ratio to `base`, its quartiles, and the medians of the times in milliseconds"
     df = pd.DataFrame(rows)
-    by = df.pivot(index='arch', columns='run', values=what)[list(dict.fromkeys(df.run))]
+    by = df.pivot(index='arch', columns='run', values=what)[sorted(set(df.run), key=lambda r: ('plain' in r, len(r), r))]
     r = by.div(by[base], axis=0)
     times = [c for c in df if c not in ('run', 'arch')]
     return pd.DataFrame({'ratio': r.median(), 'lower quartile': r.quantile(0.25), 'upper quartile': r.quantile(0.75)}).join(1000*df.groupby('run')[times].median())
 
 def items_step(space, bs, n, ks) -> pd.DataFrame:
     "A step for the items with each K, and of the same path as a plain network in both layouts of memory, against K=1"
-    steps,rows = {f'K={k}': Items(spaces[space](k)) for k in ks},[]
+    steps,rows,rng = {f'K={k}': Items(spaces[space](k)) for k in ks},[],np.random.default_rng(0)
     net = steps['K=1'].net
     x,y = batch(net, bs)
     def plain(model, opt, x, y):
@@ -98,13 +100,14 @@ def items_step(space, bs, n, ks) -> pd.DataFrame:
         opt.step()
         return clock()-t
     for i,arch in enumerate(net.space.sample(n, seed=0)):
-        model = net.subnet(arch).train()
-        opt = sgd(model.parameters())
-        for step in (*steps.values(), lambda a, x, y: plain(model, opt, x, y)): step(arch, x[:2], y[:2])       # makes room for the momentum
-        for name,step in steps.items(): rows.append(dict(run=name, arch=i, **step(arch, x, y), merge=step.merge(arch)))
-        for name,layout in ('plain network', torch.channels_last),('plain network, channels first', torch.contiguous_format):
-            model = model.to(memory_format=layout)
-            rows.append(dict(run=name, arch=i, step=plain(model, opt, x.clone(memory_format=layout), y)))
+        layouts = {'plain network': torch.channels_last, 'plain network, channels first': torch.contiguous_format}
+        models = {name: net.subnet(arch).train().to(memory_format=layout) for name,layout in layouts.items()}
+        opts,xs = {name: sgd(m.parameters()) for name,m in models.items()},{name: x.clone(memory_format=layout) for name,layout in layouts.items()}
+        for turn in range(4):                                               # the first one makes momentum and kernels, and does not count
+            for name in rng.permutation([*steps, *models]):
+                if name in steps: row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch))
+                else: row = dict(step=plain(models[name], opts[name], xs[name], y))
+                if turn: rows.append(dict(run=name, arch=3*i+turn, **row))
     return ratios(rows, 'K=1')
 
 def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
@@ -114,24 +117,23 @@ def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
     x,y = batch(items.net, bs)
     for i in range(n):
         archs = items.net.space.sample(n_paths, seed=0, start=i*n_paths)
-        for a in archs: items(a, x[:2], y[:2])
-        rows += [dict(run='items', arch=i, step=np.mean([items(a, x, y)['step'] for a in archs])), dict(run='codes', arch=i, step=codes(archs, x, y))]
+        for _ in range(2): both = np.mean([items(a, x, y)['step'] for a in archs]),codes(archs, x, y)       # the first time pays for kernels and momentum
+        rows += [dict(run=name, arch=i, step=t) for name,t in zip(('items', 'codes'), both)]
     return ratios(rows, 'items')
 
 def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
     "Evaluating an architecture on some batches, by supernets and by the plain network"
-    nets,rows = {f'K={k}': spaces[space](k).to(device).eval() for k in (1, 8)},[]
+    nets,rows,rng = {f'K={k}': spaces[space](k).to(device).eval() for k in (1, 8)},[],np.random.default_rng(0)
     x = batch(nets['K=1'], bs)[0].clone(memory_format=torch.channels_last)
     for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
         models = {'plain network': nets['K=1'].subnet(arch).train().to(memory_format=torch.channels_last)} | nets     # train: batch statistics, as the supernets use them
-        for model in models.values():
-            with torch.inference_mode(): model(x[:2])
-        for name,model in models.items():
-            if name in nets: model._set(arch, torch.full((model.k,), 1/model.k, device=device))      # forgets what was merged
-            t = clock()
-            with torch.inference_mode():
-                for _ in range(n_batches): model(x)
-            rows.append(dict(run=name, arch=i, step=clock()-t))
+        for turn in range(4):
+            for name in rng.permutation(list(models)):
+                if name in nets: nets[name]._set(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))      # forgets what was merged
+                t = clock()
+                with torch.inference_mode():
+                    for _ in range(n_batches): models[name](x)
+                if turn: rows.append(dict(run=name, arch=3*i+turn, step=clock()-t))
     return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
 
 def naive(space, bs, n, k=8) -> pd.DataFrame:
@@ -181,7 +183,8 @@ def held(space, k, bs, what) -> dict:
 def memory(space, bs, ks=(1, 8)) -> pd.DataFrame:
     "`held`, each in a process of its own, and ratios to K=1"
     rows = {f'K={k}': (k, 'items') for k in ks} | {f'K={ks[-1]}, codes': (ks[-1], 'codes')}
-    def child(k, what): return json.loads(subprocess.run([sys.executable, __file__, '--held', space, str(k), str(bs), what], stdout=subprocess.PIPE, text=True, check=True).stdout)
+    def child(k, what): return json.loads(subprocess.run([sys.executable, __file__, '--held', space, str(k), str(bs), what], stdout=subprocess.PIPE, text=True, check=True,
+                                                            env={n:v for n,v in os.environ.items() if n not in keep}).stdout)
     df = pd.DataFrame({name: child(*r) for name,r in rows.items()}).T
     df['sum'] = df[['items', 'momentum', 'gradients', 'kept']].sum(1)
     return df.assign(ratio=df['sum']/df['sum'].iloc[0], **{'ratio of peaks': df.peak/df.peak.iloc[0]})
@@ -216,6 +219,7 @@ def main():
     args = p.parse_args()
     torch.set_num_threads(1)
     if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
+    if not keep.keys() <= os.environ.keys(): os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})     # malloc reads them at the start
     n,ks = (4, (1, 2, 4, 8, 12)) if args.full else (2, (1, 8))
     sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
     tables = {}
@@ -226,9 +230,9 @@ def main():
         with open(f'{args.out}.tmp', 'w') as f: json.dump(dict(device=device, torch=torch.__version__, full=args.full, tables=tables), f, indent=1)
         os.replace(f'{args.out}.tmp', args.out)
     for space,bs in sizes: show(f'step for the items, {space}, batch {bs}', items_step(space, bs, n, ks))
-    if args.full: show('step for the items, MobileNet 224, batch 64', items_step('MobileNet 224', 64, n, (1, 8)))
+    if args.full: show('step for the items, MobileNet 224, batch 64', items_step('MobileNet 224', 64, 2, (1, 8)))
     for space,bs in sizes:
-        show(f'step for the codes, {space}, batch {bs}', codes_step(space, bs, n//2))
+        show(f'step for the codes, {space}, batch {bs}', codes_step(space, bs, n//4 or 1))
         show(f'evaluation, {space}, batch {bs}', evaluation(space, bs, n))
     show('the naive way, MobileNet 32, batch 16', naive('MobileNet 32', 16, n))
     for space,bs in [('MobileNet 224', 4), ('NAS-Bench-201', 128)] + [('MobileNet 224', 16)]*args.full: show(f'megabytes, {space}, batch {bs}', memory(space, bs))

@@ -74,7 +74,8 @@ def train_run(
 def _file(folder, bench, name, run, seed, archs) -> Path:
     "Where the result of a run is kept"
     what = json.dumps([_defaults | run, seed, repr(bench), [str(a) for a in archs]], sort_keys=True, default=repr)
-    return Path(folder)/f"{re.sub('[^A-Za-z0-9.=-]+', '_', name)}-{seed}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json"
+    end = f'{seed}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json'
+    return next(Path(folder).glob(f'*-{end}'), Path(folder)/f"{re.sub('[^A-Za-z0-9.=-]+', '_', name)}-{end}")        # under whatever name it was run
 
 def _read(file) -> dict:
     try: return json.loads(file.read_text())

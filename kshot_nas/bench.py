@@ -97,7 +97,7 @@ def build(
     folder,                # where the results are collected, and found again
     widths:bool=False,     # the bench with widths?
     archs:list=None,       # architectures; those of the bench if `None`
-    n_seeds:int=5,         # trainings of each
+    n_seeds:int=6,         # trainings of each
     workers:int=None,      # processes; one per core if `None`
     progress:bool=True     # show a bar?
 ) -> Path:                 # the table
@@ -177,7 +177,7 @@ def _parser():
     p = argparse.ArgumentParser(prog='kshot_bench', description='The digits bench: score how well a supernet ranks architectures, or train them all anew.')
     sub = p.add_subparsers(dest='job', required=True, metavar='build|score')
     b = sub.add_parser('build', help='train every architecture of the bench from scratch; may be stopped and started again')
-    b.add_argument('--seeds', type=int, default=5, help='trainings of each architecture (default: %(default)s)')
+    b.add_argument('--seeds', type=int, default=6, help='trainings of each architecture (default: %(default)s)')
     s = sub.add_parser('score', help='train supernets and compare their rankings with the truth')
     s.add_argument('--k', type=int, default=8, help='items of every weight (default: %(default)s)')
     s.add_argument('--code', default='simplex', choices=('simplex', 'fixed', 'random'), help='how items are mixed (default: %(default)s)')

@@ -157,6 +157,10 @@ class PathSampler(Callback):
             if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
         store_attr()
 
+    def before_fit(self):
+        if any(c.__name__ == 'MixHandler' for cb in self.learn.cbs for c in type(cb).__mro__): raise ValueError(
+            "MixUp and CutMix need the loss of a whole batch, which a step for the codes computes in parts: leave them out here, and use them when you retrain what was found")
+
     def _draw(self, n, stream, t):
         return self.model.net.space.sample(n, seed=3*self.seed+stream, how=self.how, start=t*n, **({'cost': self.cost} if self.how == 'balanced' else {}))
     def archs_of(self, t:int, phase:str) -> list:

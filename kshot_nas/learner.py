@@ -6,7 +6,7 @@
 __all__ = ['log', 'KShotLearner', 'kshot_learner']
 
 # %% ../nbs/10_learner.ipynb #8a98670c
-import hashlib, importlib, inspect, logging, os, re, tempfile
+import hashlib, importlib, inspect, logging, os, random, re, tempfile
 from pathlib import Path
 
 import numpy as np
@@ -216,9 +216,11 @@ def fit_kshot(self:KShotLearner,
     finally: self.first = 0
 
 # %% ../nbs/10_learner.ipynb #4c057c42
+def _mixed(idxs): return random.Random(0).sample(idxs, len(idxs))      # the same in every pass
+
 def _batches(dl, device, limit=2**30):
-    "The batches of `dl` in a fixed order: as a list if they take less than `limit` bytes, else read anew each time"
-    dl = dl.new(shuffle=False, drop_last=False)
+    "The batches of `dl` in a fixed order that mixes classes: as a list if they take less than `limit` bytes, else read anew each time"
+    dl = dl.new(shuffle=True, shuffle_fn=_mixed, drop_last=False)
     size = sum(t.numel()*t.element_size() for t in dl.one_batch() if torch.is_tensor(t))*len(dl)
     return [to_device(b, device) for b in dl] if size < limit else dl
 

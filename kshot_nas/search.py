@@ -203,4 +203,3 @@ def _conduct(problem, run, total, archive, workers, retry, progress) -> SearchRe
             e.found = found(interrupted=True)
             raise
     return found()
-
