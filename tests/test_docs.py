@@ -87,6 +87,8 @@ def test_problems_are_found(tmp_path, html, told):
 def test_every_page_of_the_sidebar(site):
     files = [f.replace('.ipynb', '.html') for o in sidebar(site) for f in ([o] if isinstance(o, str) else o['contents'])]
     assert sorted(files) == [p.name for p in pages(site)] and files[0] == 'index.html'
+    names = [re.sub(r'^\d+_', '', f) for f in files]
+    assert len(set(names)) == len(names), 'Quarto would write two notebooks to one page'
     nav = soup(site/'index.html').find('nav', class_='bd-links')
     assert [a['href'] for a in nav.find_all('a') if a['href'] != '#'] == files[1:]
     assert [c.text for c in nav.find_all(class_='caption')] == [o['section'] for o in sidebar(site) if isinstance(o, dict)]
@@ -121,11 +123,9 @@ def test_what_quarto_understands(tmp_path):
     assert list(problems(proj/'_docs')) == []
 
 def test_a_fault_ends_the_build(tmp_path):
-    res = run(small_project(tmp_path, index=[text('[gone](00_gone.ipynb)'), text('![](images/gone.png)'), text('::: {.wide}\nx\n:::')]))
-    assert res.returncode != 0
-    for told in '00_gone.ipynb', 'gone.png', '.wide': assert told in res.stderr
-    res = run(small_project(tmp_path/'formula', index=[text('$\\nosuchthing$')]))
-    assert res.returncode != 0 and 'nosuchthing' in res.stderr
+    res = run(small_project(tmp_path, index=[text(fault) for fault in ('[gone](00_gone.ipynb)', '![](images/gone.png)', '::: {.wide}\nx\n:::', '$\\nosuchthing$')]))
+    assert res.returncode != 0 and not (tmp_path/'_docs').exists()
+    for told in '00_gone.ipynb', 'gone.png', '.wide', 'nosuchthing': assert told in res.stderr
 
 def test_an_unknown_directive_is_refused():
     spec = importlib.util.spec_from_file_location('docs', root/'tools/docs.py')

@@ -18,6 +18,7 @@ from nbdev.config import get_config
 from nbdev.serve import proc_nbs
 from pypandoc import get_pandoc_path
 from sphinx.application import Sphinx
+from sphinx.util.logging import getLogger
 
 root = Path(__file__).resolve().parents[1]
 tags = {'echo: false': 'remove-input', 'output: false': 'remove-output', 'include: false': 'remove-cell', 'code-fold: true': 'hide-input'}
@@ -44,9 +45,9 @@ def convert(cell, api):
         front = yaml.safe_load(text.strip(' -\n'))
         return markdown(cell, f"# {front['title']}\n\n{{.lead}}\n{front.get('description', '')}", api)
     if entry(cell):
-        entry_text = entry(cell).replace('---\n', '', 1).replace('{target=', '{.source target=', 1)
-        entry_text = re.sub('^### .+', lambda m: m[0].replace('_', r'\_'), entry_text, flags=re.M)     # __call__ is not a bold "call"
-        before,signature,after = entry_text.split('```', 2)
+        text = entry(cell).replace('---\n', '', 1).replace('{target=', '{.source target=', 1)
+        text = re.sub('^### .+', lambda m: m[0].replace('_', r'\_'), text, flags=re.M)                # __call__ is not a bold "call"
+        before,signature,after = text.split('```', 2)
         return markdown(cell, '```'.join([before, re.sub(linked, r'\1', signature), after]), api)
     if cell['cell_type'] == 'markdown': return markdown(cell, text, api)
     directives = re.findall(r'^#\| *(.+?) *$', text, re.M)
@@ -61,9 +62,10 @@ def setup(app):
     def draw(app, doctree):
         nodes = list(doctree.findall(lambda n: isinstance(n, (math, math_block))))
         tex = '\n\n'.join(('$$%s$$' if isinstance(n, math_block) else '$%s$') % n.astext().strip() for n in nodes)
-        html = subprocess.run([get_pandoc_path(), '--mathml', '--fail-if-warnings'], input=tex, stdout=subprocess.PIPE, encoding='utf-8', check=True).stdout
-        html = re.sub('(<mo>&#8289;</mo>)(?=</mrow><m[in])', r'\1<mspace width="0.17em"></mspace>', html)    # log p, not logp
-        drawn.update(zip([(type(n), n.astext()) for n in nodes], re.findall('<math.*?</math>', html, re.S), strict=True))
+        res = subprocess.run([get_pandoc_path(), '--mathml'], input=tex, capture_output=True, encoding='utf-8', check=True)
+        if res.stderr: getLogger(__name__).warning(res.stderr, location=app.env.docname)
+        html = re.sub('(<mo>&#8289;</mo>)(?=</mrow><m[in])', r'\1<mspace width="0.17em"></mspace>', res.stdout)    # log p, not logp
+        drawn.update(zip([(type(n), n.astext()) for n in nodes], re.findall('<math.*?</math>|<span class="math.*?</span>', html, re.S), strict=True))
     def inline(self, node): self.body.append(drawn[math, node.astext()]); raise SkipNode
     def block(self, node): self.body.append(f'<div class="formula">{drawn[math_block, node.astext()]}</div>'); raise SkipNode
     app.connect('doctree-read', draw)
@@ -90,7 +92,8 @@ def main():
     def api(m):
         "A link to an API entry, or to that of the class, or none: nbdev also links names that have no entry"
         there = entries.get(m[2]) or entries.get(m[2].rpartition('.')[0])
-        return f'[{m[1]}]({there})' if there else m[0] if not m[2].startswith(cfg.doc_host) else m[1]
+        if there: return f'[{m[1]}]({there})'
+        return m[1] if m[2].startswith(cfg.doc_host) else m[0]
     for f,nb in nbs.items():
         nb['cells'] = [convert(c, api) for c in nb['cells']]
         if f == 'index.ipynb': nb['cells'].append(dict(id='contents', cell_type='markdown', metadata={}, source='\n\n'.join(toctree(*s) for s in sections.items())))
