@@ -170,11 +170,13 @@ class PathSampler(Callback):
 # %% ../nbs/09_callbacks.ipynb #266a3711
 @patch
 def before_validate(self:PathSampler):
+    "Draw the architectures that take turns in validation"
     self.valid_archs = self._draw(self.n_valid, 2, 0)
     with torch.no_grad(): self.valid_codes = self.model.code(self.valid_archs)
 
 @patch
 def before_batch(self:PathSampler):
+    "Put the architecture of this step in place, or prepare the several of a step for the codes"
     net = self.model.net
     if not self.training:
         i = self.iter % self.n_valid
@@ -214,6 +216,7 @@ def _group_by_group(self:PathSampler, x):
 # %% ../nbs/09_callbacks.ipynb #0d1997a2
 @patch
 def after_loss(self:PathSampler):
+    "Refuse a loss that can't be trained on; give codes their gradient, and items their pace"
     if not self.training: return
     if self.loss_grad.ndim: raise ValueError(f"the loss function must return one number; got a tensor of shape {tuple(self.loss_grad.shape)}. Use reduction='mean'")
     if not self.loss_grad.isfinite(): raise FloatingPointError(

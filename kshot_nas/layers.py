@@ -146,9 +146,13 @@ def _keep_items(self:KLayer, k, code=None, noise=None):
 
 # %% ../nbs/01_layers.ipynb #b8e88c2d
 @patch(as_prop=True)
-def weight(self:KLayer) -> Tensor: return self._merged_or_missing('theta')
+def weight(self:KLayer) -> Tensor:
+    "The weight that the current code mixes"
+    return self._merged_or_missing('theta')
 @patch(as_prop=True)
-def bias(self:KLayer) -> Tensor: return self._merged_or_missing('theta_bias')
+def bias(self:KLayer) -> Tensor:
+    "The bias that the current code mixes, if there is one"
+    return self._merged_or_missing('theta_bias')
 @patch
 def _merged_or_missing(self:KLayer, name):
     if name not in self.__dict__.get('_parameters', {}): raise AttributeError(name)

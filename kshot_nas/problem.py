@@ -141,7 +141,9 @@ def _evaluate(self:ArchProblem, X, out, *args, **kwargs):
 
 # %% ../nbs/12_problem.ipynb #1c895f30
 @patch(as_prop=True)
-def enumerable(self:ArchProblem) -> bool: return self.space.size <= 2**16          # few enough to write them down
+def enumerable(self:ArchProblem) -> bool:
+    "Are the architectures few enough to write them all down?"
+    return self.space.size <= 2**16
 
 @patch
 def everything(self:ArchProblem) -> list:
@@ -154,7 +156,9 @@ def everything(self:ArchProblem) -> list:
     return self._all
 
 @patch
-def fits(self:ArchProblem, archs:list) -> np.ndarray: return (self.excess(archs) <= 0).all(1)
+def fits(self:ArchProblem, archs:list) -> np.ndarray:
+    "Which of `archs` keep all limits"
+    return (self.excess(archs) <= 0).all(1)
 
 @patch
 def _refuse(self:ArchProblem, archs, which):

@@ -57,7 +57,7 @@ def rmsprop_opt(
     params:list,        # two lists of parameters: with weight decay and without
     lr:float=0.128,     # learning rate
     wd:float=1e-5,      # weight decay of the first
-    **kwargs            # passed on to `RMSpropTF`
+    **kwargs            # passed on to RMSpropTF
 ) -> OptimWrapper:
     "An `opt_func` for fastai: `RMSpropTF` for the two groups of `decay_splitter`"
     weights,rest = (list(ps) for ps in params)
@@ -82,7 +82,7 @@ def ramp_stairs(
 def paper_pace(
     n_epoch:int,        # epochs in all
     share:float=0.2     # at most this share of them for the ramp
-) -> dict:              # `warmup` and `every` for `ramp_stairs`
+) -> dict:              # warmup and every for ramp_stairs
     "The paper's epochs of ramp and stairs; for a run shorter than MnasNet's 350 epochs, ours"
     warmup = min(5., share*n_epoch)
     return dict(warmup=warmup, every=2.4*min(1., (n_epoch-warmup)/345))

@@ -133,13 +133,16 @@ def use(self:Supernet,
 
 @patch
 def __enter__(self:Supernet):
+    "What follows `with net.use(arch, lam):` runs as this architecture"
     if self.before is None: raise RuntimeError("write `with net.use(arch, lam):`, which says what to be inside")
     self.stack.append(self.before)
     self.before = None
     return self
 
 @patch
-def __exit__(self:Supernet, *args): self._set(*self.stack.pop())
+def __exit__(self:Supernet, *args):
+    "Be again what was before"
+    self._set(*self.stack.pop())
 
 # %% ../nbs/05_supernet.ipynb #71c709b2
 def _refuse_empty_stats(bn, args):
