@@ -89,24 +89,22 @@ def ratios(rows:list, base:str, what='step') -> pd.DataFrame:
     return pd.DataFrame({'ratio': r.median(), 'lower quartile': r.quantile(0.25), 'upper quartile': r.quantile(0.75)}).join(1000*df.groupby('run')[times].median())
 
 def items_step(space, bs, n, ks) -> pd.DataFrame:
-    "A step for the items with each K, and of the same path as a plain network in both layouts of memory, against K=1"
+    "A step for the items with each K, and of the same path as a plain network, against K=1"
     steps,rows,rng = {f'K={k}': Items(spaces[space](k)) for k in ks},[],np.random.default_rng(0)
     net = steps['K=1'].net
     x,y = batch(net, bs)
-    def plain(model, opt, x, y):
+    def plain(model, opt):
         opt.zero_grad()
         t = clock()
         F.cross_entropy(model(x), y).backward()
         opt.step()
         return clock()-t
     for i,arch in enumerate(net.space.sample(n, seed=0)):
-        layouts = {'plain network': torch.channels_last, 'plain network, channels first': torch.contiguous_format}
-        models = {name: net.subnet(arch).train().to(memory_format=layout) for name,layout in layouts.items()}
-        opts,xs = {name: sgd(m.parameters()) for name,m in models.items()},{name: x.clone(memory_format=layout) for name,layout in layouts.items()}
+        model = net.subnet(arch).train()
+        opt = sgd(model.parameters())
         for turn in range(4):                                               # the first one makes momentum and kernels, and does not count
-            for name in rng.permutation([*steps, *models]):
-                if name in steps: row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch))
-                else: row = dict(step=plain(models[name], opts[name], xs[name], y))
+            for name in rng.permutation([*steps, 'plain network']):
+                row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch)) if name in steps else dict(step=plain(model, opt))
                 if turn: rows.append(dict(run=name, arch=3*i+turn, **row))
     return ratios(rows, 'K=1')
 
@@ -124,9 +122,9 @@ def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
 def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
     "Evaluating an architecture on some batches, by supernets and by the plain network"
     nets,rows,rng = {f'K={k}': spaces[space](k).to(device).eval() for k in (1, 8)},[],np.random.default_rng(0)
-    x = batch(nets['K=1'], bs)[0].clone(memory_format=torch.channels_last)
+    x,_ = batch(nets['K=1'], bs)
     for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
-        models = {'plain network': nets['K=1'].subnet(arch).train().to(memory_format=torch.channels_last)} | nets     # train: batch statistics, as the supernets use them
+        models = {'plain network': nets['K=1'].subnet(arch).train()} | nets     # train: batch statistics, as the supernets use them
         for turn in range(4):
             for name in rng.permutation(list(models)):
                 if name in nets: nets[name]._set(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))      # forgets what was merged

@@ -58,12 +58,7 @@ class WidthChoice:
 
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
-# %% ../nbs/05_supernet.ipynb #e57ae8bf
-def _fast_layout(x:Tensor) -> Tensor:
-    "Images with the channels of a pixel side by side, on a CPU"
-    return x.clone(memory_format=torch.channels_last) if x.ndim == 4 and x.device.type == 'cpu' else x      # a clone, because for one channel both layouts look alike to PyTorch
-
-# %% ../nbs/05_supernet.ipynb #c08042e1
+# %% ../nbs/05_supernet.ipynb #f56e8cb7
 class Supernet(nn.Module):
     "All architectures of a module with choices, sharing `k` items of every weight"
     def __init__(self,
@@ -91,7 +86,7 @@ class Supernet(nn.Module):
 
     @property
     def k(self) -> int: return self.code.k
-    def forward(self, x): return self.net(_fast_layout(x))
+    def forward(self, x): return self.net(x)
 
 # %% ../nbs/05_supernet.ipynb #57f7e5d8
 @patch
