@@ -1,7 +1,7 @@
 """Which way of sharing weights ranks architectures best? Trains supernets on the digits bench and writes nbs/data/ablations.csv.
 
 About an hour on two cores. It may be stopped and started again: what is finished is kept in runs/ablations.
-Settings were chosen with other seeds (0 to 3) and other architectures (the first 169 of the same shuffle) than those reported here.
+Settings were chosen with other seeds (0 to 7) and other architectures (the first 169 of the same shuffle) than those reported here.
 """
 import argparse
 import os

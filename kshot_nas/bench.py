@@ -148,7 +148,7 @@ class DigitsBench:
     def dls(self, bs:int=50, repeat:int=10) -> DataLoaders:
         "Training and validation images; an epoch passes `repeat` times over the 300 training images"
         train,valid = (_Pairs(tuple(t.clone() for t in row) for row in zip(*part)) for part in _images()[:2])      # rows that are views would be pickled with all others
-        dls = DataLoaders.from_dsets(_Pairs(train*repeat), valid, bs=bs, val_bs=len(valid), num_workers=0)
+        dls = DataLoaders.from_dsets(_Pairs(train*repeat), valid, bs=bs, num_workers=0)
         dls.c = 10
         return dls
 
