@@ -225,7 +225,10 @@ def after_loss(self:PathSampler):
     if self.phase == 'codes':
         s = (self.lams*self.code_grads).sum()
         self.learn.loss_grad = self.loss_grad.detach() + s - s.detach()
-    elif self.phase == 'items' and self.pace: self.learn.loss_grad = self.loss_grad/self.lams[0].square().sum(-1).mean()
+    elif self.pace:
+        s = self.lams.detach().square().sum(-1).mean()
+        if self.phase == 'both': self.lams.register_hook(lambda grad: grad*s)                   # the codes have a pace of their own
+        self.learn.loss_grad = self.loss_grad/s
 
 # %% ../nbs/09_callbacks.ipynb #fe274c54
 class ContrastTerm(Callback):
