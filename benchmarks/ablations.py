@@ -1,7 +1,7 @@
 """Which way of sharing weights ranks architectures best? Trains supernets on the digits bench and writes nbs/data/ablations.csv.
 
 About an hour on two cores. It may be stopped and started again: what is finished is kept in runs/ablations.
-Settings were chosen with other seeds (0 to 7) and other architectures (the first 169 of the same shuffle) than those reported here.
+The set 'choosing' has other seeds and other architectures than those that report.
 """
 import argparse
 import os
@@ -20,9 +20,10 @@ class FirstOp(Coder):
     "An item for each operation of the first layer: few-shot NAS"
     def codes(self, archs): return torch.eye(self.k)[[a.ops[0] for a in archs]]
 
-base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: chosen on seeds 0 to 7
+base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: see 'choosing'
 updates = dict(n_epoch=18)               # the paper's ratio, 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 sets = {                                 # name: (settings by run, number of seeds, widths?)
+    'choosing': ({'one-shot': methods['one-shot']} | {f'K-shot, {n} to 1': dict(ratio=(n,1)) for n in (1, 2, 5, 10)}, 8, False),
     'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'K-shot, 5 to 1': base}, 16, False),
     'updates':  ({'one-shot': methods['one-shot'], 'K-shot, 18 epochs': updates}, 16, False),
     'items':    ({'K=1': dict(k=1)} | {f'K={k}': base|dict(k=k) for k in (2, 4, 8, 12)}, 8, False),
@@ -45,8 +46,9 @@ if __name__ == '__main__':
         runs, n_seeds, widths = sets[name]
         bench = DigitsBench(widths)
         order = np.random.default_rng(1).permutation(len(bench.archs))
-        archs = bench.archs if widths else [bench.archs[i] for i in order[169:369]]
-        df = ablate(bench, runs, range(100, 100+n_seeds), 'runs/ablations', args.workers, archs)
+        part,first = (order[:169], 0) if name == 'choosing' else (order[169:369], 100)
+        archs = bench.archs if widths else [bench.archs[i] for i in part]
+        df = ablate(bench, runs, range(first, first+n_seeds), 'runs/ablations', args.workers, archs)
         old = pd.concat([old[old['set'] != name], df.assign(set=name)])
         old.round(5).to_csv(args.out, index=False)
         print(name, df.groupby('run', sort=False).tau.agg(['mean', 'sem', 'count']).round(3), sep='\n', flush=True)

@@ -218,7 +218,7 @@ def main():
     torch.set_num_threads(1)
     if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
     if not keep.keys() <= os.environ.keys(): os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})     # malloc reads them at the start
-    n,ks = (4, (1, 2, 4, 8, 12)) if args.full else (2, (1, 8))
+    n,ks = (6, (1, 2, 4, 8, 12)) if args.full else (2, (1, 8))
     sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
     tables = {}
     def show(title, df):

@@ -86,6 +86,14 @@ class _NumbersOnly(OptimWrapper):
     @property
     def hypers(self): return [{k:v for k,v in h.items() if isinstance(v, (int,float,np.number)) and not isinstance(v, bool)} for h in super().hypers]
 
+class _SGD(torch.optim.SGD):
+    "SGD that may step in one pass over memory (`fused`) parameters of which some never had a gradient before"
+    def step(self, closure=None):
+        for g in self.param_groups:
+            for p in g['params']:
+                if p.grad is not None and self.state[p].get('momentum_buffer') is None: self.state[p]['momentum_buffer'] = torch.zeros_like(p)
+        return super().step(closure)
+
 def phased_opt(
     params:list,          # two lists of parameters: items and codes
     lr:float=0.12,        # learning rate of the items
@@ -94,8 +102,8 @@ def phased_opt(
     codes_scale:float=0.01# learning rate of the codes, relative to that of the items
 ) -> OptimWrapper:
     "An `opt_func` for fastai: one optimizer for the items, another one for the codes"
-    def sgd(p, lr): return torch.optim.SGD(p, lr=lr, momentum=0.9, nesterov=True, foreach=True)
-    def adam(p, lr): return torch.optim.Adam(p, lr=lr, foreach=True)
+    def sgd(p, lr): return _SGD(p, lr=lr, momentum=0.9, nesterov=True, fused=True)
+    def adam(p, lr): return torch.optim.Adam(p, lr=lr, fused=True)
     theta,sigma = (list(p) for p in params)
     return _NumbersOnly(opt=PhasedOptimizer((items or sgd)(theta, lr=lr), (codes or adam)(sigma, lr=lr) if sigma else None, codes_scale))
 
