@@ -33,7 +33,7 @@ readme: $(READY) ## Write README.md from nbs/index.ipynb
 bench: $(READY) ## Measure what K-shot costs against one-shot, in about five minutes
 	$(BIN)/python benchmarks/cost.py --out runs/cost.json
 
-bench-full: $(READY) ## The same with more repetitions, every K, and how cost grows: about half an hour
+bench-full: $(READY) ## The same with more repetitions, every K, and how cost grows: about an hour
 	$(BIN)/python benchmarks/cost.py --full
 	$(BIN)/python benchmarks/search_overhead.py
 

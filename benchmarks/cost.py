@@ -1,11 +1,12 @@
 """What K-shot weight sharing costs, as ratios within one run: time of a step, of an evaluation, memory, and how they grow.
 
     python benchmarks/cost.py              # the quick set: under five minutes
-    python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows; about half an hour
+    python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows: about an hour
 
-Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures and images, so a busy
-machine slows all alike. Times are of the processor (one thread), or of the clock where CUDA does the work. Memory figures have a process each. In the
-others malloc is told to keep what it has, as PyTorch does on GPUs: whether it gives memory back after a step is luck.
+Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures and images, and the fastest
+turn of each counts, so a busy machine matters little. Times are of the processor (one thread), or of the clock where CUDA does the work. Each table has
+a process of its own, and each memory figure. While times are measured malloc is told to keep what it has, as PyTorch does on GPUs: whether it gives
+memory back after a step is luck.
 """
 import argparse
 import json
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import partial
 
 warnings.filterwarnings('ignore', message='.*torch.jit', category=FutureWarning)
 os.environ.setdefault('OMP_NUM_THREADS', '1')
@@ -29,6 +31,7 @@ from kshot_nas.layers import KLayer
 from kshot_nas.mobilenet import mobilenet_supernet
 from kshot_nas.nb201 import nb201_supernet
 from kshot_nas.simplex import SimplexNet
+from kshot_nas.space import Arch
 from kshot_nas.tiny import tiny_supernet
 
 keep = dict(MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**33), MALLOC_TOP_PAD_=str(2**28))   # don't give memory back between steps
@@ -81,8 +84,8 @@ class Codes:
         return clock()-t
 
 def ratios(rows:list, base:str, what='step') -> pd.DataFrame:
-    "Median over architectures of the ratio to `base`, its quartiles, and the medians of the times in milliseconds"
-    df = pd.DataFrame(rows)
+    "Median over architectures of the ratio to `base`, its quartiles, and the medians of the times in milliseconds; the fastest turn of each counts"
+    df = pd.DataFrame(rows).groupby(['run', 'arch'], as_index=False).min()
     by = df.pivot(index='arch', columns='run', values=what)[sorted(set(df.run), key=lambda r: ('plain' in r, len(r), r))]
     r = by.div(by[base], axis=0)
     times = [c for c in df if c not in ('run', 'arch')]
@@ -102,10 +105,10 @@ def items_step(space, bs, n, ks) -> pd.DataFrame:
     for i,arch in enumerate(net.space.sample(n, seed=0)):
         model = net.subnet(arch).train()
         opt = sgd(model.parameters())
-        for turn in range(4):                                               # the first one makes momentum and kernels, and does not count
+        for turn in range(5):                                               # the first one makes momentum and kernels, and does not count
             for name in rng.permutation([*steps, 'plain network']):
                 row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch)) if name in steps else dict(step=plain(model, opt))
-                if turn: rows.append(dict(run=name, arch=3*i+turn, **row))
+                if turn: rows.append(dict(run=name, arch=i, **row))
     return ratios(rows, 'K=1')
 
 def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
@@ -115,8 +118,9 @@ def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
     x,y = batch(items.net, bs)
     for i in range(n):
         archs = items.net.space.sample(n_paths, seed=0, start=i*n_paths)
-        for _ in range(2): both = np.mean([items(a, x, y)['step'] for a in archs]),codes(archs, x, y)       # the first time pays for kernels and momentum
-        rows += [dict(run=name, arch=i, step=t) for name,t in zip(('items', 'codes'), both)]
+        for turn in range(3):                                               # the first one pays for kernels and momentum
+            both = np.mean([items(a, x, y)['step'] for a in archs]),codes(archs, x, y)
+            if turn: rows += [dict(run=name, arch=i, step=t) for name,t in zip(('items', 'codes'), both)]
     return ratios(rows, 'items')
 
 def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
@@ -125,31 +129,41 @@ def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
     x,_ = batch(nets['K=1'], bs)
     for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
         models = {'plain network': nets['K=1'].subnet(arch).train()} | nets     # train: batch statistics, as the supernets use them
-        for turn in range(4):
+        for turn in range(5):
             for name in rng.permutation(list(models)):
                 if name in nets: nets[name]._set(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))      # forgets what was merged
                 t = clock()
                 with torch.inference_mode():
                     for _ in range(n_batches): models[name](x)
-                if turn: rows.append(dict(run=name, arch=3*i+turn, step=clock()-t))
+                if turn: rows.append(dict(run=name, arch=i, step=clock()-t))
     return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
 
+class Naive:
+    "Steps that one would write first: K whole networks, all operations of all layers mixed each time, gradients for items and codes, an optimizer that goes over everything"
+    def __init__(self, net, k=8):
+        self.net,self.k = net.to(device),k                                                   # lends its forward pass
+        self.whole = {n:p.detach().expand(k, *p.shape[1:]).clone().requires_grad_() for n,p in net.named_parameters()}
+        self.opt = sgd(self.whole.values())
+    def __call__(self, arch, x, y) -> dict:
+        self.net._set(arch)
+        self.opt.zero_grad()
+        t,lam = clock(),torch.full((self.k,), 1/self.k, device=device, requires_grad=True)
+        mixed = {n:torch.tensordot(lam, p, 1)[None] for n,p in self.whole.items()}
+        F.cross_entropy(torch.func.functional_call(self.net, mixed, x), y).backward()
+        for p in self.whole.values():
+            if p.grad is None: p.grad = torch.zeros_like(p)
+        self.opt.step()
+        return dict(step=clock()-t)
+
 def naive(space, bs, n, k=8) -> pd.DataFrame:
-    "K whole networks, every operation of every layer mixed at each step, gradients for items and codes: against the way of this library"
-    net,ours,rows = spaces[space](1).to(device),Items(spaces[space](k)),[]
-    whole = {name:p.detach().expand(k, *p.shape[1:]).clone().requires_grad_() for name,p in net.named_parameters()}
-    opt,(x,y) = sgd(whole.values()),batch(net, bs)
+    "The naive way against that of this library, and K=1"
+    net = spaces[space](1)
+    steps,rows,(x,y) = {'K=1': Items(net), 'kshot_nas': Items(spaces[space](k)), 'naive': Naive(net, k)},[],batch(net, bs)
     for i,arch in enumerate(net.space.sample(n, seed=2)):
-        for _ in range(2): own = ours(arch, x, y)['step']
-        for _ in range(2):
-            net._set(arch); opt.zero_grad(); t = clock()
-            lam = torch.full((k,), 1/k, device=device, requires_grad=True)
-            mixed = {name:torch.tensordot(lam, p, 1)[None] for name,p in whole.items()}
-            F.cross_entropy(torch.func.functional_call(net, mixed, x), y).backward()
-            for p in whole.values():
-                if p.grad is None: p.grad = torch.zeros_like(p)
-            opt.step()
-        rows += [dict(run='kshot_nas', arch=i, step=own), dict(run='naive', arch=i, step=clock()-t)]
+        for turn in range(3):
+            for name,step in steps.items():
+                row = dict(run=name, arch=i, step=step(arch, x, y)['step'])
+                if turn: rows.append(row)
     return ratios(rows, 'kshot_nas')
 
 def resident(which) -> float:
@@ -160,27 +174,30 @@ def held(space, k, bs, what) -> dict:
     "Megabytes of a step: items, momentum, gradients, and what the forward pass keeps for the backward pass; what the process grew by at its peak"
     before = resident('VmRSS')
     with open('/proc/self/clear_refs', 'w') as f: f.write('5')                # the peak counts from here
-    step = Items(spaces[space](k))
+    step = Naive(spaces[space](1), k) if what == 'naive' else Items(spaces[space](k))
     net,kept,sums = step.net,{},[]
-    own,archs,(x,y) = {p.untyped_storage().data_ptr() for p in net.parameters()},net.space.sample(16, seed=0),batch(net, bs)
+    params = list(step.whole.values() if what == 'naive' else net.parameters())
+    own,archs,(x,y) = {p.untyped_storage().data_ptr() for p in params},net.space.sample(16, seed=0),batch(net, bs)
     def pack(t):
         if (s := t.untyped_storage()).data_ptr() not in own: kept[s.data_ptr()] = s.nbytes()
         return t
-    def enter(m, args): kept.clear()
-    def leave(m, args, out): sums.append(sum(kept.values()))
-    net.register_forward_pre_hook(enter); net.register_forward_hook(leave)
+    largest = Arch([o.index('k7_e6_se') if 'k7_e6_se' in o else o.index('nor_conv_3x3') for o in net.space.ops], [len(r)-1 for r in net.space.widths])
+    def leave(m, args, out):
+        sums.append(sum(kept.values()))
+        kept.clear()
+    net.register_forward_hook(leave)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         if what == 'codes': Codes(net)(archs, x, y)
         else:
-            for a in archs[:4]: step(a, x, y)
+            for a in [largest] if what == 'largest' else archs[:4]: step(a, x, y)
     def mb(ts): return sum(t.numel()*t.element_size() for t in ts)/1e6
-    return dict(items=mb(net.parameters()), momentum=mb(net.parameters())*(what == 'items'),            # of all items, once all were trained
-                gradients=mb(p.grad for p in net.parameters() if p.grad is not None), kept=max(sums)/1e6 if what == 'codes' else np.mean(sums)/1e6,
+    return dict(items=mb(params), momentum=mb(params)*(what != 'codes'),                                # of all items, once all were trained
+                gradients=mb(p.grad for p in params if p.grad is not None), kept=max(sums)/1e6 if what == 'codes' else np.mean(sums)/1e6,
                 peak=resident('VmHWM')-before)
 
 def memory(space, bs, ks=(1, 8)) -> pd.DataFrame:
     "`held`, each in a process of its own, and ratios to K=1"
-    rows = {f'K={k}': (k, 'items') for k in ks} | {f'K={ks[-1]}, codes': (ks[-1], 'codes')}
+    rows = {f'K={k}': (k, 'items') for k in ks} | {f'K={ks[-1]}, {what}': (ks[-1], what) for what in ('codes', 'naive', 'largest')}
     def child(k, what): return json.loads(subprocess.run([sys.executable, __file__, '--held', space, str(k), str(bs), what], stdout=subprocess.PIPE, text=True, check=True,
                                                             env={n:v for n,v in os.environ.items() if n not in keep}).stdout)
     df = pd.DataFrame({name: child(*r) for name,r in rows.items()}).T
@@ -199,42 +216,46 @@ def growth(n=5) -> pd.DataFrame:
     return pd.DataFrame([dict(what=w, value=v, seconds=run(**{w: v})) for w,vs in what.items() for v in vs])
 
 def machinery() -> pd.DataFrame:
-    "Milliseconds of what a search does a million times"
-    net = mobilenet_supernet(1)
-    table = CostTable(net)
-    t = {'start': time.perf_counter()}
-    archs = net.space.sample(10**5, seed=0);  t['sample 100,000'] = time.perf_counter()
-    net.space.encode(archs);                  t['encode 100,000'] = time.perf_counter()
-    many = archs*10;                          t[''] = time.perf_counter()
-    table.flops(many);                        t['FLOPs of 1,000,000'] = time.perf_counter()
-    return pd.DataFrame({'seconds': dict(zip(list(t)[1:], np.diff(list(t.values()))))}).drop('')
+    "Seconds for what a search does very often"
+    space,table = (net := mobilenet_supernet(1)).space,CostTable(net)
+    index,archs = space.sample(10**6, seed=0, as_index=True),space.sample(10**5, seed=0)
+    jobs = {'FLOPs of 1,000,000 (an index)': lambda: table.flops(index), 'sample 1,000,000 (an index)': lambda: space.sample(10**6, seed=0, as_index=True),
+            'FLOPs of 100,000': lambda: table.flops(archs), 'sample 100,000': lambda: space.sample(10**5, seed=0), 'encode 100,000': lambda: space.encode(archs)}
+    def seconds(f):
+        t = time.perf_counter()
+        f()
+        return time.perf_counter()-t
+    return pd.DataFrame({'seconds': {n: np.median([seconds(f) for _ in range(3)]) for n,f in jobs.items()}})
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--full', action='store_true', help='the long set')
+    p.add_argument('--only', default='', help='only tables whose title contains this')
     p.add_argument('--out', default='nbs/data/cost.json', help='where to write the tables')
+    p.add_argument('--table', help=argparse.SUPPRESS)
     p.add_argument('--held', nargs=4, help=argparse.SUPPRESS)
     args = p.parse_args()
     torch.set_num_threads(1)
     if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
-    if not keep.keys() <= os.environ.keys(): os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **keep})     # malloc reads them at the start
     n,ks = (6, (1, 2, 4, 8, 12)) if args.full else (2, (1, 8))
     sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
-    tables = {}
-    def show(title, df):
-        tables[title] = json.loads(df.to_json(orient='split'))
-        print(f'\n{title}\n{df.round(3).to_string()}', flush=True)
-        os.makedirs(os.path.dirname(args.out) or '.', exist_ok=True)
-        with open(f'{args.out}.tmp', 'w') as f: json.dump(dict(device=device, torch=torch.__version__, full=args.full, tables=tables), f, indent=1)
-        os.replace(f'{args.out}.tmp', args.out)
-    for space,bs in sizes: show(f'step for the items, {space}, batch {bs}', items_step(space, bs, n, ks))
-    if args.full: show('step for the items, MobileNet 224, batch 64', items_step('MobileNet 224', 64, 2, (1, 8)))
-    for space,bs in sizes:
-        show(f'step for the codes, {space}, batch {bs}', codes_step(space, bs, n//4 or 1))
-        show(f'evaluation, {space}, batch {bs}', evaluation(space, bs, n))
-    show('the naive way, MobileNet 32, batch 16', naive('MobileNet 32', 16, n))
-    for space,bs in [('MobileNet 224', 4), ('NAS-Bench-201', 128)] + [('MobileNet 224', 16)]*args.full: show(f'megabytes, {space}, batch {bs}', memory(space, bs))
-    show('machinery', machinery())
-    if args.full: show('growth', growth())
+    jobs = {f'step for the items, {s}, batch {bs}': partial(items_step, s, bs, n, ks) for s,bs in sizes}
+    if args.full: jobs |= {'step for the items, MobileNet 224, batch 64': partial(items_step, 'MobileNet 224', 64, 3, (1, 8)),
+                           'step for the codes, MobileNet 224, batch 64': partial(codes_step, 'MobileNet 224', 64, 1)}
+    for s,bs in sizes: jobs |= {f'step for the codes, {s}, batch {bs}': partial(codes_step, s, bs, n//3 or 1), f'evaluation, {s}, batch {bs}': partial(evaluation, s, bs, n)}
+    for s,bs in [('MobileNet 32', 16), ('NAS-Bench-201', 16)]: jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
+    for s,bs in [('MobileNet 224', 4), ('NAS-Bench-201', 128)] + [('MobileNet 224', 16)]*args.full: jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs)
+    jobs |= {'machinery': machinery} | ({'growth': growth} if args.full else {})
+    if args.table:
+        df = jobs[args.table]()
+        print(f'\n{args.table}\n{df.round(3).to_string()}', flush=True)
+        tables = {}
+        if os.path.exists(args.out):                                                             # tables measured before are kept
+            with open(args.out) as f: tables = json.load(f)['tables']
+        with open(f'{args.out}.tmp', 'w') as f: json.dump(dict(device=device, torch=torch.__version__, tables=tables | {args.table: json.loads(df.to_json(orient='split'))}), f, indent=1)
+        return os.replace(f'{args.out}.tmp', args.out)
+    os.makedirs(os.path.dirname(args.out) or '.', exist_ok=True)
+    for title in jobs:                                                                           # a process for each, so that none inherits the memory of another
+        if args.only in title: subprocess.run([sys.executable, *sys.argv, '--table', title], env={**os.environ, **keep}, check=True)      # malloc reads these at the start
 
 if __name__ == '__main__': main()

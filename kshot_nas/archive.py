@@ -31,19 +31,28 @@ def fingerprint(
 # %% ../nbs/12_archive.ipynb #4a28ce15
 _schema = """CREATE TABLE about(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE evaluations(number INTEGER PRIMARY KEY, arch TEXT, metrics TEXT, costs TEXT, failure TEXT, generation INTEGER, seed INTEGER,
-    space TEXT, weights TEXT, settings TEXT, UNIQUE(weights, settings, arch))"""
+    space TEXT, weights TEXT, settings TEXT, digest TEXT, UNIQUE(weights, settings, arch))"""
 _application = 0x6b73686f       # SQLite's place for a number by which a program knows its files
+
+def _digest(row:dict) -> str: return hashlib.sha256(json.dumps({k:v for k,v in row.items() if k not in ('number', 'digest')}, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+def _rows(cursor):
+    "The rows of a query, unless one is not what was written"
+    for values in cursor:
+        row = dict(zip([c[0] for c in cursor.description], values))
+        if row.get('digest', digest := _digest(row)) != digest: raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
+        yield row
 
 # %% ../nbs/12_archive.ipynb #565e3719
 _advice = {'full': 'Nothing that it holds is lost: make room, and search again with this archive', 'readonly': 'Allow writing to it and to its folder, or use a copy of it',
-           'malformed': 'It is damaged: restore it, or use another file', 'not a database': 'It is no archive: use another file',
+           **dict.fromkeys(('malformed', 'decode'), 'It is damaged: restore it, or use another file'), 'not a database': 'It is no archive: use another file',
            'unable to open': 'Is it a file? Allow writing to it and to its folder, or use a copy of it', 'locked': 'Another process has been writing to it for a minute'}
 
 @contextmanager
 def _clear_errors(path):
     "Errors of SQLite as errors that name the file `path` and say what to do"
     try: yield
-    except (sqlite3.Error, OSError) as e:
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as e:
         advice = next((a for word,a in _advice.items() if word in str(e)), 'Can it be read and written, and is there room?')
         raise OSError(f"the archive {path} cannot be used: {e}. {advice}") from e
 
@@ -86,13 +95,19 @@ def _open(self:Archive):
         run("INSERT INTO about VALUES ('space',?), ('weights',?)", (self.space.to_json(), self.weights))
         run(f'PRAGMA application_id={_application}')
     elif run('PRAGMA application_id').fetchone()[0] != _application: raise ValueError(f"{self.path} belongs to another program: use another file")
+    if not run("SELECT 1 FROM pragma_table_info('evaluations') WHERE name='digest'").fetchone():                # written before there were digests
+        rows = list(_rows(run('SELECT * FROM evaluations')))
+        run('ALTER TABLE evaluations ADD COLUMN digest TEXT')
+        for row in rows: run('UPDATE evaluations SET digest=? WHERE number=?', (_digest(row), row['number']))
     about = dict(run('SELECT * FROM about'))
     run('UPDATE about SET value=value'); run('COMMIT')                                  # may we write? Better to know now than after an evaluation
-    if (there := SearchSpace.from_json(about['space'])) != self.space:
+    try: there,weights = SearchSpace.from_json(about['space']),about['weights']
+    except (KeyError, ValueError, TypeError) as e: raise sqlite3.DatabaseError('what it is about is malformed') from e
+    if there != self.space:
         raise ValueError(f"{self.path} is the archive of another space: use another file. They differ in\n  {_difference(there, self.space)}")
-    if about['weights'] != self.weights:
+    if weights != self.weights:
         raise ValueError(f"{self.path} is the archive of other weights: use another file, or the weights it was made with. "
-                         f"Their fingerprint is {about['weights'] or '(none)'} there, {self.weights or '(none)'} here")
+                         f"Their fingerprint is {weights or '(none)'} there, {self.weights or '(none)'} here")
     for _ in range(100):
         try: run('PRAGMA journal_mode=WAL'); run('PRAGMA synchronous=NORMAL'); break
         except sqlite3.OperationalError: time.sleep(0.02)                               # somebody else is about it; done once, it stays
@@ -101,9 +116,11 @@ def _open(self:Archive):
 @patch
 def get(self:Archive, archs:list) -> dict:
     "What the archive holds of `archs`: for each its metrics, and why it failed or `None`"
-    query = 'SELECT metrics, failure FROM evaluations WHERE weights=? AND settings=? AND arch=?'
-    with _clear_errors(self.path): rows = {a:self.db.execute(query, (self.weights, self.settings, str(a))).fetchone() for a in archs}
-    return {a:(json.loads(row[0]), row[1]) for a,row in rows.items() if row}
+    query,held = 'SELECT * FROM evaluations WHERE weights=? AND settings=? AND arch=?',{}
+    with _clear_errors(self.path):
+        for a in archs:
+            for row in _rows(self.db.execute(query, (self.weights, self.settings, str(a)))): held[a] = json.loads(row['metrics']),row['failure']
+    return held
 
 @patch
 def put(self:Archive,
@@ -117,9 +134,11 @@ def put(self:Archive,
     "Write an evaluation down, unless the archive has it"
     row = dict(arch=str(arch), metrics=json.dumps(metrics), costs=json.dumps(costs or {}), failure=failure, generation=generation, seed=seed,
                space=self.space_id, weights=self.weights, settings=self.settings)
+    row['digest'] = _digest(row)
     insert = f"INSERT OR IGNORE INTO evaluations({', '.join(row)}) VALUES ({', '.join('?'*len(row))})"
     with _clear_errors(self.path): self.db.execute(insert, tuple(row.values()))
-    return self.get([arch])[arch]
+    if not (held := self.get([arch])): raise OSError(f"the archive {self.path} cannot be used: its index is malformed. {_advice['malformed']}")
+    return held[arch]
 
 # %% ../nbs/12_archive.ipynb #5f8eb723
 @patch
@@ -135,7 +154,7 @@ def read_archive(path) -> pd.DataFrame:
     with _clear_errors(path):
         db = sqlite3.connect(path, timeout=60)
         try:
-            cursor = db.execute('SELECT * FROM evaluations ORDER BY number')
-            rows = [dict(zip([c[0] for c in cursor.description], r)) for r in cursor]
+            rows = list(_rows(db.execute('SELECT * FROM evaluations ORDER BY number')))
         finally: db.close()
+    for r in rows: r.pop('digest', None)
     return pd.DataFrame([dict(arch=Arch.parse(r.pop('arch')), **{**json.loads(r.pop('costs')), **json.loads(r.pop('metrics'))}, **r) for r in rows])

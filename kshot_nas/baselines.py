@@ -17,6 +17,7 @@ from fastprogress.fastprogress import progress_bar
 from scipy import stats
 
 from .learner import KShotLearner, kshot_learner
+from .space import Arch
 from .supernet import Supernet
 
 # %% ../nbs/13_baselines.ipynb #8225b3f4
@@ -37,7 +38,7 @@ def _probabilities(learn, arch) -> torch.Tensor:
 
 def ensemble_accuracy(
     learners:list,  # learners of the same space, on the same data
-    arch,           # the architecture
+    arch:Arch,      # the architecture
     how:str='avg'   # 'avg': mean of what they say; 'max': the one that is most certain
 ) -> float:
     "Accuracy of `arch` in the vote of several supernets"

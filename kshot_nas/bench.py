@@ -87,8 +87,10 @@ def bench_archs(widths:bool=False) -> list:
 def _read_rows(file:Path) -> dict:
     "Results so far, by architecture and seed; a last line that was cut short does not count"
     if not file.exists(): return {}
-    rows = [r.split(',') for r in file.read_text().splitlines(keepends=True) if r.endswith('\n')]
-    return {(Arch.parse(a), int(s)):(int(v), int(t)) for a,s,v,t in rows}
+    try:
+        rows = [r.split(',') for r in file.read_text().splitlines(keepends=True) if r.endswith('\n')]
+        return {(Arch.parse(a), int(s)):(int(v), int(t)) for a,s,v,t in rows}
+    except ValueError as e: raise ValueError(f"{file} is not what a build has left behind, or is damaged: {e}; use another folder") from e
 
 # %% ../nbs/15_bench.ipynb #dacfa0ce
 def _train_one(arch, seed): return arch,seed,train_alone(arch, seed)
@@ -122,6 +124,18 @@ def build(
     return table
 
 # %% ../nbs/15_bench.ipynb #0bb7ef9b
+def _read_table(file:Path, widths:bool) -> dict:
+    "The arrays of a table that `build` has written, checked"
+    try:
+        with np.load(file) as f: table = {n:f[n] for n in ('archs', 'valid', 'test', 'params', 'flops')}
+        table['archs'] = archs = [_net(widths).space.check(Arch.parse(str(a))) for a in table['archs']]
+        for name,most in dict(valid=497, test=3000).items():
+            if table[name].shape != (len(archs), *table['test'].shape[1:2]) or not 0 < table[name].size or not ((0 <= table[name]) & (table[name] <= most)).all():
+                raise ValueError(f'{name} must be counts of images, at most {most}, one for each architecture and seed')
+        if any(table[n].shape != (len(archs),) for n in ('params', 'flops')) or len(set(archs)) < len(archs): raise ValueError('there must be one row for each architecture')
+        return table
+    except Exception as e: raise ValueError(f"{file} is no table that `kshot_bench build` has made{' with widths' if widths else ''}, or is damaged: {e}") from e
+
 class _Pairs(list): loss_func = CrossEntropyLossFlat()                 # images with their classes, and where a `Learner` looks for the loss
 
 class DigitsBench:
@@ -133,9 +147,9 @@ class DigitsBench:
         self.widths = widths
         file = Path(str(files('kshot_nas')))/f"{'digits_widths' if widths else 'digits'}.npz" if file is None else Path(file)
         if not file.exists(): raise FileNotFoundError(f"there is no table {file}: make one with `kshot_bench build`, or reinstall the package")
-        with np.load(file) as f:
-            self.archs,self.valid,self.test = [Arch.parse(str(a)) for a in f['archs']],f['valid']/497,f['test']/3000
-            self.cost = pd.DataFrame(dict(params=f['params'], flops=f['flops']), index=pd.Index(self.archs, name='arch', tupleize_cols=False))
+        table = _read_table(file, widths)
+        self.archs,self.valid,self.test = table['archs'],table['valid']/497,table['test']/3000
+        self.cost = pd.DataFrame({n:table[n] for n in ('params', 'flops')}, index=pd.Index(self.archs, name='arch', tupleize_cols=False))
 
     @property
     def supernet(self): return partial(tiny_supernet, widths=self.widths, grid=1)
@@ -164,6 +178,7 @@ def true(self:DigitsBench, arch:Arch) -> float:
 def report(self:DigitsBench, pred, archs:list=None, **kwargs) -> RankReport:
     "How well `pred`, a number for each of `archs`, ranks them; arguments as for `rank_report`"
     rows = slice(None) if archs is None else self.cost.index.get_indexer(archs)
+    if archs is not None and (rows < 0).any(): raise ValueError(f"{archs[rows.argmin()]} is not in this bench; its {len(self.archs):,} architectures are in `.archs`")
     return rank_report(np.asarray(pred), self.test[rows].mean(1), cost=self.cost.iloc[rows].reset_index(drop=True), seeds=self.test[rows], **kwargs)
 
 @patch
@@ -194,7 +209,12 @@ def kshot_bench(argv=None):
     "The command `kshot_bench`"
     args = _parser().parse_args(argv)
     for name in ('seeds', 'workers', 'k', 'epochs', 'archs'):
-        if getattr(args, name, 1) < 1: _parser().error(f'--{name} must be at least 1; got {getattr(args, name)}')
+        if getattr(args, name, 2) < (least := 1 + (name == 'archs')): _parser().error(f'--{name} must be at least {least}; got {getattr(args, name)}')
+    try: _job(args)
+    except (ValueError, OSError) as e: _parser().error(' '.join(str(e).split()))
+
+def _job(args):
+    "Do what was asked for"
     if args.job == 'build': return print(f'the table is in {build(args.out, args.widths, n_seeds=args.seeds, workers=args.workers, progress=sys.stderr.isatty())}')
     bench = DigitsBench(args.widths)
     runs = {'one-shot': dict(k=1, n_epoch=args.epochs)} | ({f'{args.code} k={args.k}': dict(k=args.k, code=args.code, n_epoch=args.epochs)} if args.k > 1 else {})

@@ -8,6 +8,8 @@ __all__ = ['KShotModel', 'kshot_splitter', 'PhasedOptimizer', 'phased_opt', 'Pha
 
 # %% ../nbs/09_callbacks.ipynb #ea5708f1
 import random
+from itertools import takewhile
+from numbers import Real
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -18,7 +20,7 @@ from fastai.torch_core import to_float
 from fastcore.basics import patch, store_attr
 from torch import Tensor, nn
 
-from .contrast import near_and_far, r_c
+from .contrast import _check_max_dist, _check_temp, near_and_far, r_c
 from . import simplex
 from .simplex import Coder
 from .supernet import Supernet
@@ -50,7 +52,7 @@ def kshot_splitter(model:KShotModel) -> list:
 # %% ../nbs/09_callbacks.ipynb #37279741
 class PhasedOptimizer:
     "Two torch optimizers, for items and codes, that look like one; `step` steps those that are `active`"
-    def __init__(self, items, codes=None, codes_scale:float=1.):
+    def __init__(self, items:torch.optim.Optimizer, codes:torch.optim.Optimizer=None, codes_scale:float=1.):
         self.opts,self.codes_scale,self.active = [o for o in (items, codes) if o is not None],codes_scale,(0,1)
         if codes is None: self.empty = dict(params=[], **{k:v for k,v in items.param_groups[0].items() if k != 'params'})
 
@@ -77,7 +79,7 @@ class PhasedOptimizer:
         sds = [o.state_dict() for o in self.opts]
         for g in (g for sd in sds for g in sd['param_groups']): g.update({k:v.item() for k,v in g.items() if isinstance(v, np.generic)})
         return {'opts': sds}
-    def load_state_dict(self, sd):
+    def load_state_dict(self, sd:dict):
         for o,s in zip(self.opts, sd['opts']): o.load_state_dict(s)
 
 # %% ../nbs/09_callbacks.ipynb #800c3dfb
@@ -117,10 +119,10 @@ class PhaseSwitch(Callback):
         joint:bool=False,   # train both at every step instead
         seed:int=0          # with the epoch, decides the order of the images and their augmentation
     ):
-        if len(ratio) != 2 or min(ratio) < 0 or not ratio[0]: raise ValueError(f"ratio must be two numbers of steps, such as (1, 1), the first one at least 1; got {ratio!r}")
+        if not isinstance(ratio, (tuple,list)) or len(ratio) != 2 or any(type(n) is not int or n < 0 for n in ratio) or not ratio[0]: raise ValueError(f"ratio must be two numbers of steps, such as (1, 1), the first one at least 1; got {ratio!r}")
         store_attr()
 
-    def who(self, t) -> str:
+    def who(self, t:int) -> str:
         "Who is trained in step `t` after the warm-up"
         if self.model.warm or self.model.net.k == 1 or not any(True for _ in self.model.coder.parameters()): return 'items'
         if self.joint: return 'both'
@@ -163,6 +165,7 @@ class PathSampler(Callback):
     ):
         for name,n in dict(n_paths=n_paths, n_valid=n_valid).items():
             if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
+        if how not in ('uniform', 'fair', 'balanced'): raise ValueError(f"how is {how!r}; choose one of uniform, fair, balanced")
         store_attr()
 
     def before_fit(self):
@@ -200,6 +203,16 @@ def before_batch(self:PathSampler):
 @patch
 def _all_groups(self:PathSampler, x): return self.model.net.forward_groups(x, self.archs, self.lams)
 
+@patch
+def _check_labels(self:PathSampler, pred, ys):
+    "In the first epoch, refuse classes for which there is no output: torch's own error says little, and on a GPU nothing"
+    if self.epoch or len(ys) != 1 or pred.ndim != 2 or ys[0].ndim != 1 or ys[0].is_floating_point(): return
+    odd = ys[0][(ys[0] >= pred.shape[1]) | (ys[0] < 0) & (ys[0] != -100)]                   # -100: left out by torch's losses
+    if len(odd): raise ValueError(f"there is an image of class {odd[0].item()}, but the network has {pred.shape[1]} outputs, for classes 0 to {pred.shape[1]-1}: check the labels, and `dls.c` or `n_out`")
+
+@patch
+def after_pred(self:PathSampler): self._check_labels(self.pred, self.yb)
+
 # %% ../nbs/09_callbacks.ipynb #d812c4c3
 def _share(loss_func, n, total):
     "What the loss of a part of `n` items counts in the loss of all"
@@ -215,6 +228,7 @@ def _group_by_group(self:PathSampler, x):
     scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.        # half precision underflows without
     for pred,*ys in zip(self.model.net.each_group(x, self.archs, leaf), *(y.tensor_split(n) for y in self.yb)):
         pred = to_float(pred)
+        self._check_labels(pred, ys)
         loss = self.loss_func(pred, *ys)*_share(self.loss_func, len(pred), len(x))
         (scale*loss).backward()                                                             # frees the graph of this part
         preds.append(pred.detach())
@@ -229,7 +243,7 @@ def after_loss(self:PathSampler):
     if self.loss_grad.ndim: raise ValueError(f"the loss function must return one number; got a tensor of shape {tuple(self.loss_grad.shape)}. Use reduction='mean'")
     if not self.loss_grad.isfinite(): raise FloatingPointError(
         f"the loss is {self.loss_grad.item()} in epoch {self.epoch}, batch {self.iter} (a step for the {self.phase}): "
-        "try a smaller learning rate, gradient clipping (GradientClip), or bf16 instead of fp16; is there a NaN in the data?")
+        "try a smaller learning rate, gradient clipping (GradientClip(10.), as the gradient of K items is longer than that of one), or bf16 instead of fp16; is there a NaN in the data?")
     if self.phase == 'codes':
         s = (self.lams*self.code_grads).sum()
         self.learn.loss_grad = self.loss_grad.detach() + s - s.detach()
@@ -248,7 +262,10 @@ class ContrastTerm(Callback):
         max_dist:float=0.15, # widths closer than this should have similar codes
         n:int=16,            # width vectors per step
         seed:int=0           # decides which are drawn
-    ): store_attr()
+    ):
+        if not (isinstance(alpha, Real) and 0 <= alpha < float('inf')): raise ValueError(f"alpha must be a finite number of at least 0; got {alpha!r}")
+        _check_temp(temp); _check_max_dist(max_dist)
+        store_attr()
 
     def after_loss(self):
         self.value = None
@@ -315,11 +332,13 @@ class CodeRecorder(Callback):
 
     def after_train(self):
         with torch.no_grad(): self.codes.append(self.model.code(self.archs).cpu())
+        if (rec := getattr(self.learn, 'recorder', None)) is not None: rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])   # fastai would keep a tensor of every step
 
     def mean(self, phase=None, column=2) -> float:
         "Average of the loss (or of another column of `steps`) over the steps of the last epoch, or those of one phase"
-        x = [s[column] for s in self.steps if s[0] == self.epoch and phase in (None, s[1]) and s[column] == s[column]]
-        return float(np.mean(x)) if x else float('nan')
+        last = takewhile(lambda s: s[0] == self.epoch, reversed(self.steps))           # there may be very many before
+        x = [s[column] for s in last if phase in (None, s[1]) and s[column] == s[column]]
+        return float(np.mean(x[::-1])) if x else float('nan')
 
     @property
     def spread(self) -> float:

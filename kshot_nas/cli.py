@@ -6,7 +6,8 @@
 __all__ = ['number', 'make_parser', 'check_folder', 'main']
 
 # %% ../nbs/17_cli.ipynb #b8836a87
-import argparse, json, logging, os, shlex, shutil, sys, warnings
+import argparse, logging, os, shlex, shutil, signal, sys, threading, warnings
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,26 +62,22 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 # %% ../nbs/17_cli.ipynb #d653bc2c
-def _read_config(folder) -> dict:
-    "The settings of the run in `folder`; `None` if there is none"
-    file = folder/'config.json'
-    if not file.exists(): return None
-    try: return json.loads(file.read_text(encoding='utf-8'))['settings']
-    except (ValueError, KeyError, TypeError, OSError): raise ValueError(f"{file} can't be read, or was not written by kshot_search: use another --out") from None
-
 def check_folder(
     folder,         # where results are to go
     wanted:dict     # settings
 ) -> dict:          # all settings of the run that is there; `None` if there is none
     "Raise an error unless `folder` is new, or belongs to a run with these settings"
+    from kshot_nas.run import read_config
     folder = Path(folder)
     above = next((p for p in (folder, *folder.absolute().parents) if p.exists()), None)
     if above is None or not above.is_dir(): raise ValueError(f"{above} is not a folder: use another --out")
     if not os.access(above, os.W_OK | os.X_OK): raise ValueError(f"{above} can't be written to: use another --out")
-    there = _read_config(folder)
+    there = read_config(folder)
     if there is None:
-        if folder.exists() and any(not p.name.startswith('.') for p in folder.iterdir()): raise ValueError(f"{folder} has other files in it: use another --out, or an empty folder")
+        ours = lambda p: p.name.startswith('.') or (p.name == 'log.txt' and not p.stat().st_size)        # of a run that was killed before it began
+        if folder.exists() and not all(map(ours, folder.iterdir())): raise ValueError(f"{folder} has other files in it: use another --out, or an empty folder")
         return None
+    there = there['settings']
     if diff := [f'{k} is {there.get(k)} there and {v} here' for k,v in wanted.items() if there.get(k) != v]:
         raise ValueError(f"{folder} belongs to another run ({'; '.join(diff)}): use another --out")
     return there
@@ -97,34 +94,71 @@ def _prepare(args:dict) -> tuple:
     if (workers := args.get('workers', 1)) < 1: raise ValueError(f'workers must be at least 1; got {workers}')
     if args.get('onnx') and (missing := [m for m in ('onnx', 'onnxscript', 'onnxruntime') if find_spec(m) is None]):
         raise ValueError(f"--onnx needs {', '.join(missing)}: pip install 'kshot_nas[onnx]'")
-    plan = make_plan(there or settings, args.get('device'), workers, check=there is None)
+    plan = make_plan(complete(there or settings), args.get('device'), workers, check=there is None)
     if there is None: plan.check_resources(shutil.disk_usage(next(p for p in folder.absolute().parents if p.exists())).free)
     return plan,folder,there is not None
 
 # %% ../nbs/17_cli.ipynb #73a581a7
 def _complain(text) -> None: print(f"kshot_search: {' '.join(str(text).split())}", file=sys.stderr)
 
-def _carry_out(plan, folder, args, command) -> int:
+@contextmanager
+def _stoppable():
+    "Let SIGTERM stop us as Ctrl-C does; gives a list of the signals that have come"
+    signals,mine = [],threading.current_thread() is threading.main_thread()
+    def stop(number, frame): signals.append(number); raise KeyboardInterrupt
+    before = {s:signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM) if mine and signal.getsignal(s) not in (None, signal.SIG_IGN)}
+    try: yield signals
+    finally:
+        for s,handler in before.items(): signal.signal(s, handler)
+
+def _lock(file, folder):
+    "Raise an error if another process has locked `file`, else lock it until we end"
+    try: import fcntl
+    except ImportError: return                                                                 # Windows has none
+    try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError): raise ValueError(f"another kshot_search is at work in {folder}: wait for it, stop it, or use another --out") from None
+    except OSError: pass                                                                       # a file system without locks
+
+# %% ../nbs/17_cli.ipynb #c34e57a9
+@contextmanager
+def _logged(folder):
+    "Log to `log.txt` in `folder`, which nobody else does meanwhile"
+    folder.mkdir(parents=True, exist_ok=True)
+    handler,logger = logging.FileHandler(folder/'log.txt', encoding='utf-8', errors='surrogateescape'),logging.getLogger('kshot_nas')
+    handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
+    handler.handleError = lambda record: None                                                  # a log that can't be written is no reason to stop
+    try:
+        _lock(handler.stream, folder)
+        logger.addHandler(handler); logger.setLevel(logging.INFO); logger.propagate = False
+        yield
+    finally:
+        logger.removeHandler(handler)
+        with suppress(OSError): handler.close()
+
+def _why(e) -> str:
+    "An error in a line"
+    while not isinstance(e, OSError) and isinstance(e.__context__, OSError): e = e.__context__        # torch only says that writing has failed, not why
+    lines = str(e).splitlines()
+    return f"{type(e).__name__}: {' ... '.join(lines[:1] + lines[1:][-1:])}"
+
+def _carry_out(plan, folder, args, command, signals) -> int:
     "Run what is left of the plan"
     from kshot_nas.run import Run, log
     def say(text): log.info(text); print('  ' + text, flush=True)
-    try: run = Run(plan, folder, args.get('workers', 1), args.get('onnx', False), progress=sys.stdout.isatty(), say=say); run.start(command)
-    except (ValueError, OSError) as e: _complain(e); return 2
-    handler,logger = logging.FileHandler(folder/'log.txt', encoding='utf-8'),logging.getLogger('kshot_nas')
-    handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
-    logger.addHandler(handler); logger.setLevel(logging.INFO); logger.propagate = False
-    again = f'kshot_search --resume --out {shlex.quote(str(folder))}'
+    run = Run(plan, folder, args.get('workers', 1), args.get('onnx', False), progress=sys.stdout.isatty(), say=say)
+    run.start(command)
     try:
         log.info(f'{command}\n{plan}')
         run()
-        print(f"\n{folder/'report.html'} has the report, {folder/'model.pt'} the network")
-        return 0
-    except KeyboardInterrupt: _complain(f'interrupted; what was done is kept. Go on with: {again}'); return 130
     except Exception as e:
+        if signals: raise KeyboardInterrupt from e                                             # somebody has caught it on its way and made something else of it
         log.exception('this went wrong')
-        lines = str(e).splitlines()
-        _complain(f"{type(e).__name__}: {' ... '.join(lines[:1] + lines[1:][-1:])}. Details are in {folder/'log.txt'}; to go on: {again}"); return 1
-    finally: logger.removeHandler(handler); handler.close()
+        _complain(f"{_why(e)}. Details are in {folder/'log.txt'}; to go on: {_again(folder)}")
+        return 1
+    print(f"\n{folder/'report.html'} has the report, {folder/'model.pt'} the network")
+    return 0
+
+def _again(folder): return f'kshot_search --resume --out {shlex.quote(str(folder))}'
 
 # %% ../nbs/17_cli.ipynb #6c2e0145
 def main(
@@ -135,9 +169,15 @@ def main(
     args = vars(make_parser().parse_args(argv))
     for kind in (FutureWarning, UserWarning): warnings.filterwarnings('ignore', category=kind)
     os.environ.setdefault('PYTHONWARNINGS', 'ignore')                                          # for processes that we start
-    try: plan,folder,started = _prepare(args)
-    except (ValueError, OSError, ImportError) as e: _complain(e); return 2
-    except KeyboardInterrupt: _complain('interrupted before anything was written'); return 130
-    print(f"{plan}\n  {'out':8} {folder}{', which has been started before' if started else ''}\n", flush=True)
-    if args.get('dry_run'): print('Nothing was written. Leave out --dry-run to start.'); return 0
-    return _carry_out(plan, folder, args, shlex.join(['kshot_search', *(a for a in argv if a != '--resume')]))
+    folder,command = None,shlex.join(['kshot_search', *(a for a in argv if a != '--resume')])
+    with _stoppable() as signals:
+        try:
+            plan,folder,started = _prepare(args)
+            print(f"{plan}\n  {'out':8} {folder}{', which has been started before' if started else ''}\n", flush=True)
+            if args.get('dry_run'): print('Nothing was written. Leave out --dry-run to start.'); return 0
+            with _logged(folder): return _carry_out(plan, folder, args, command, signals)
+        except (ValueError, OSError, ImportError) as e: _complain(e); return 2
+        except KeyboardInterrupt:
+            number = signals[0] if signals else signal.SIGINT
+            kept = f'; what was done is kept. Go on with: {_again(folder)}' if folder and (folder/'config.json').exists() else ' before anything was written'
+            _complain(('terminated' if number == signal.SIGTERM else 'interrupted') + kept); return 128 + number

@@ -6,6 +6,8 @@
 __all__ = ['width_dist', 'r_c', 'near_and_far']
 
 # %% ../nbs/04_contrast.ipynb #7d81787e
+from numbers import Real
+
 import numpy as np, torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ def width_dist(
     ratios:Tensor # Width ratios, (n, width layers), as `space.ratios` gives them; leading batch dimensions are welcome
 ) -> Tensor:      # Distances, (n, n)
     "Mean absolute difference of the width ratios, of each with each"
+    if not isinstance(ratios, Tensor) or not ratios.is_floating_point(): raise TypeError(f"ratios must be a float tensor, as `space.ratios` gives it; got {ratios!r:.100}")
     if ratios.ndim < 2 or not ratios.shape[-1]:
         raise ValueError(f"ratios must have shape (n, width layers), with at least one width layer; got {tuple(ratios.shape)}")
     if not ratios.isfinite().all(): raise ValueError("ratios must be finite; got NaN or infinity")
@@ -24,7 +27,10 @@ def width_dist(
 
 # %% ../nbs/04_contrast.ipynb #fb3cb68a
 def _check_max_dist(max_dist):
-    if not 1e-6 < max_dist < float('inf'): raise ValueError(f"max_dist must be a finite number above 1e-6, such as 0.15; got {max_dist!r}")
+    if not (isinstance(max_dist, Real) and 1e-6 < max_dist < float('inf')): raise ValueError(f"max_dist must be a finite number above 1e-6, such as 0.15; got {max_dist!r}")
+
+def _check_temp(temp):
+    if not (isinstance(temp, Real) and 0 < temp < float('inf')): raise ValueError(f"temp must be a finite number above 0, such as 0.3; got {temp!r}")
 
 def _positive(ratios, max_dist):
     "Which pairs are positive: closer than `max_dist` and not a vector with itself"
@@ -41,7 +47,7 @@ def r_c(
     "Contrastive term: minus the log-probability of the positive pairs, their mean; 0 if there is none"
     if lam.ndim < 2 or ratios.shape[:-1] not in (lam.shape[:-1], lam.shape[-2:-1]):
         raise ValueError(f"lam (n, k) and ratios (n, width layers) must have the same n; got {tuple(lam.shape)} and {tuple(ratios.shape)}")
-    if not 0 < temp < float('inf'): raise ValueError(f"temp must be a finite number above 0, such as 0.3; got {temp!r}")
+    _check_temp(temp)
     if not lam.isfinite().all(): raise ValueError("lam must be finite; got NaN or infinity: has the simplex-net diverged?")
     _check_max_dist(max_dist)
     positive = _positive(ratios, max_dist).to(lam.device)

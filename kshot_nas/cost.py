@@ -8,6 +8,7 @@ __all__ = ['CostTable']
 # %% ../nbs/08_cost.ipynb #938c929c
 import copy, time
 from itertools import product
+from numbers import Real
 
 import numpy as np
 import torch
@@ -15,8 +16,8 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .layers import merge, track_stats
-from .space import Arch
-from .supernet import Supernet
+from .space import Arch, _whole
+from .supernet import Supernet, _check_in_shape
 
 # %% ../nbs/08_cost.ipynb #10875683
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm
@@ -25,12 +26,9 @@ _counted = nn.Conv1d,nn.Conv2d,nn.Linear,*_norms
 class _Shapes:
     "Sends shapes through a copy of a supernet that has no weights"
     def __init__(self, net, in_shape):
-        memo = {id(t):torch.empty_like(t, device='meta') for t in net.buffers()}
-        memo |= {id(p):nn.Parameter(torch.empty_like(p, device='meta'), requires_grad=False) for p in net.parameters()}
-        self.net,self.in_shape,self.seen = copy.deepcopy(net, memo),in_shape,{}
+        self.net,self.in_shape,self.seen = net._without_weights(),in_shape,{}
+        self.net.in_shape = in_shape
         for m in self.net.modules():
-            keeps_shape = type(m).__module__ in ('torch.nn.modules.activation', 'torch.nn.modules.dropout') and not isinstance(m, (nn.GLU, nn.MultiheadAttention))
-            if keeps_shape or isinstance(m, _norms): m.forward = lambda x: x
             if isinstance(m, _counted): m.register_forward_hook(self._note)
 
     def _note(self, m, args, out):
@@ -41,7 +39,8 @@ class _Shapes:
         "Channels in, channels out and output positions of every layer that runs in `arch`"
         self.seen = {}
         self.net._set(arch)
-        self.net(torch.empty(1, *self.in_shape, device='meta'))
+        try: self.net(torch.empty(1, *self.in_shape, device='meta'))
+        except Exception as e: raise ValueError(f"{arch} can't be run on inputs of shape {self.in_shape}, which its cost depends on: {e}") from e
         return self.seen
 
 # %% ../nbs/08_cost.ipynb #d05c25c7
@@ -70,14 +69,15 @@ class CostTable:
         net:Supernet,        # the supernet
         in_shape:tuple=None  # shape of one input; the supernet's own if `None`
     ):
-        self.space,self.in_shape = net.space,net.in_shape if in_shape is None else tuple(in_shape)
+        if not isinstance(net, Supernet): raise TypeError(f"expected a Supernet; got {net!r:.100} ({type(net).__name__})")
+        self.space,self.in_shape = net.space,net.in_shape if in_shape is None else _check_in_shape(in_shape)
         if self.in_shape is None: raise ValueError("costs depend on the size of the input: pass `in_shape`, such as (3, 224, 224)")
         shapes = _Shapes(net, self.in_shape)
         self.factors,self.timings = self._build(shapes),None
         for arch in self.space.sample(8, seed=0):                                 # does it hold for architectures it was not built from?
-            want = sum((np.array(_costs(m, *o)) for m,o in shapes(arch).items()), np.zeros(2, dtype=np.int64))
+            want = tuple(sum((np.array(_costs(m, *o)) for m,o in shapes(arch).items()), np.zeros(2, dtype=np.int64)).tolist())
             got = self.flops([arch]).item(),self.params([arch]).item()
-            if tuple(want) != got: raise ValueError(f"the costs of this space don't add up layer by layer: {arch} has (FLOPs, params) {tuple(want)}, the table says {got}. "
+            if want != got: raise ValueError(f"the costs of this space don't add up layer by layer: {arch} has (FLOPs, params) {want}, the table says {got}. "
                                                     "Does an operation change shapes depending on which other ones are chosen?")
 
 # %% ../nbs/08_cost.ipynb #bf9f8454
@@ -114,9 +114,9 @@ def _look_up(self:CostTable, archs, factors):
     "The sum of the entries that `archs` select from `factors`, pairs of genes and tables"
     index = self.space.to_index(archs).numpy()
     res = np.zeros(len(index), dtype=np.result_type(*(t for _,t in factors)))
-    for rows in range(0, len(index), 65536):
-        part = index[rows:rows+65536].T
-        for genes,table in factors: res[rows:rows+65536] += table[tuple(part[g] for g in genes)] if genes else table
+    for rows in range(0, len(index), 32768):                                       # as many as the processor's cache holds
+        part = np.ascontiguousarray(index[rows:rows+32768].T)
+        for genes,table in factors: res[rows:rows+32768] += table[tuple(part[g] for g in genes)] if genes else table
     return torch.from_numpy(res)
 
 @patch
@@ -168,6 +168,9 @@ def sample_under(self:CostTable,
     seed:int=None          # the same seed gives the same architectures
 ) -> list:
     "Architectures drawn at random among those within the budget"
+    n,seed = _whole(n, 'n'),None if seed is None else _whole(seed, 'seed')
+    for name,x in dict(max_flops=max_flops, min_flops=min_flops).items():
+        if x is not None and not isinstance(x, Real): raise TypeError(f"{name} must be a number, such as 330e6, or None; got {x!r}")
     least,most = self.flops_range()
     low,high = least if min_flops is None else min_flops,most if max_flops is None else max_flops
     if not (low <= high and low <= most and high >= least):
@@ -175,8 +178,8 @@ def sample_under(self:CostTable,
     rng,found,draw = np.random.default_rng(seed),[],lambda n: self.space.sample(n, seed=int(rng.integers(2**31)), as_index=True).numpy()
     for tries in range(1000):
         index = draw(4096)
-        flops = self.flops(index)
-        found += self.space.from_index(index[((flops >= low) & (flops <= high)).numpy()][:n-len(found)])
+        flops = self.flops(index).numpy()                                   # torch would compare them with a float in single precision
+        found += self.space.from_index(index[(flops >= max(low, least)) & (flops <= min(high, most))][:n-len(found)])
         if len(found) >= n: return found
         if tries == 0 and len(found) < 41:
             target = high if min_flops is None else low if max_flops is None else (low+high)/2
@@ -204,6 +207,8 @@ def measure_latency(self:CostTable,
     repeats:int=10   # how often each is measured; the fastest counts, since disturbances only ever slow things down
 ) -> CostTable:
     "Measure how long each operation of each layer takes at each width, in plain networks on the device that `net` is on"
+    for name,n in dict(bs=bs, repeats=repeats).items():
+        if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
     space,device,n_ops = net.space,next(net.parameters()).device,len(net.space.ops)
     def now():
         if device.type == 'cuda': torch.cuda.synchronize(device)

@@ -8,7 +8,9 @@ __all__ = ['Code', 'check_code', 'KLayer', 'KConv', 'KConv1d', 'KConv2d', 'KLine
 
 # %% ../nbs/01_layers.ipynb #77ae9e86
 import copy
+from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ class Code:
         self._lam = lam
         self.cache.clear()
 
-    def on(self, device):
+    def on(self, device:torch.device) -> Tensor:
         "The code on `device`, moved there once"
         if self._lam.device != device: self._lam = self._lam.to(device)
         return self._lam
@@ -60,6 +62,7 @@ def check_code(
     "`lam` as a tensor, if it is a code over `k` items; otherwise a `ValueError` that says why not"
     try: lam = torch.as_tensor(lam)
     except (TypeError, ValueError, RuntimeError) as e: raise ValueError(f"a code is {k} numbers; got {lam!r}") from e
+    if lam.is_complex(): raise ValueError(f"a code is {k} real numbers; got {lam.tolist()}")
     if not lam.is_floating_point(): lam = lam.float()
     if lam.ndim not in (1,2) or lam.shape[-1] != k: raise ValueError(f"a code over {k} items has shape ({k},); got {tuple(lam.shape)}")
     if not lam.isfinite().all(): raise ValueError(f"a code has finite entries; got {lam.tolist()}")
@@ -97,7 +100,7 @@ class KLayer:
         self._width = n
     def extra_repr(self): return f'{super().extra_repr()}, k={self.k}' + ('' if self.width is None else f', width={self.width}')
 
-    def merged(self, name, *sizes):
+    def merged(self, name:str, *sizes) -> Tensor:
         "The items `name`, cut to the first `sizes` channels, mixed by the current code"
         theta,code = self._parameters[name],self.code
         if theta is None: return None
@@ -129,7 +132,7 @@ def _keep_items(self:KLayer, k, code=None, noise=None):
     "Replace the parameters `weight` and `bias` by `k` items of each"
     self.code = Code(k) if code is None else code
     if self.code.k != k: raise ValueError(f"the layer has k={k} items, but the code is for {self.code.k}")
-    if noise is not None and not noise >= 0: raise ValueError(f"noise must be None or a number of at least 0; got {noise!r}")
+    if noise is not None and not (isinstance(noise, Real) and 0 <= noise <= 1e6): raise ValueError(f"noise must be None or a number of at least 0, at most a million; got {noise!r}")
     draws = []
     for i in range(k):
         if i and noise is None: self.reset_parameters()
@@ -170,7 +173,7 @@ class KConv(KLayer):
         if c != self.in_channels: raise ValueError(f"a convolution of {self.groups} groups can't be cut: it needs {self.in_channels} channels, got {c}")
         return self.out_channels,self.in_channels//self.groups
 
-    def groups_of(self, c): return c if 1 < self.groups == self.in_channels else self.groups
+    def groups_of(self, c:int) -> int: return c if 1 < self.groups == self.in_channels else self.groups
 
     def forward(self, x):
         c,padding = x.shape[self.channel_dim],self.padding
@@ -179,7 +182,7 @@ class KConv(KLayer):
             x,padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode),0
         return self.conv(x, w, b, self.stride, padding, self.dilation, self.groups_of(c))
 
-    def plain_args(self, n_out, n_in):
+    def plain_args(self, n_out:int, n_in:int) -> dict:
         c = n_in if self.groups == 1 else n_out*self.in_channels//self.out_channels
         return dict(in_channels=c, out_channels=n_out, kernel_size=self.kernel_size, stride=self.stride, padding=self.padding,
                     dilation=self.dilation, groups=self.groups_of(c), bias=self.theta_bias is not None, padding_mode=self.padding_mode)
@@ -198,7 +201,7 @@ class KLinear(KLayer, nn.Linear):
     plain_type,channel_dim = nn.Linear,-1
     def sizes(self, c=None): return self.width or self.out_features,self.in_features if c is None else c
     def forward(self, x): return F.linear(x, *self.merged_params(*self.sizes(x.shape[-1])))
-    def plain_args(self, n_out, n_in): return dict(in_features=n_in, out_features=n_out, bias=self.theta_bias is not None)
+    def plain_args(self, n_out:int, n_in:int) -> dict: return dict(in_features=n_in, out_features=n_out, bias=self.theta_bias is not None)
 
 # %% ../nbs/01_layers.ipynb #8a75398a
 @patch
@@ -229,10 +232,12 @@ class KBatchNorm(KLayer):
             self.num_batches_tracked.add_(1)
             if momentum is None: momentum = 1/self.num_batches_tracked.item()                # a plain average over all batches
         mean,var = (self.running_mean[:c],self.running_var[:c]) if running else (None,None)
+        if x.numel() == c and (self.training or not running): raise ValueError(
+            f"a batch norm was given a single value per channel, {tuple(x.shape)}, which has no statistics: use batches (and parts of them, with n_paths) of at least 2 images")
         return F.batch_norm(x, mean, var, *self.merged_params(c), self.training or not running, momentum or 0., self.eps)
 
-    def plain_args(self, c): return dict(num_features=c, eps=self.eps, momentum=self.momentum, affine=self.theta is not None,
-                                         track_running_stats=self.running_mean is not None)
+    def plain_args(self, c:int) -> dict: return dict(num_features=c, eps=self.eps, momentum=self.momentum, affine=self.theta is not None,
+                                                     track_running_stats=self.running_mean is not None)
 
 class KBatchNorm1d(KBatchNorm, nn.BatchNorm1d):
     "A batch norm over `(n, c)` or `(n, c, length)` whose weight and bias have `k` items"
@@ -265,10 +270,13 @@ def track_stats(net:nn.Module) -> nn.Module:
 @torch.no_grad()
 def recalibrate(
     net:nn.Module, # a network with batch norms, plain or K-shot
-    xs             # its inputs, batch by batch; labels, if any, are passed over
+    xs:Iterable    # its inputs, batch by batch; labels, if any, are passed over
 ) -> nn.Module:
     "Fill the running statistics of every batch norm of `net` with the average over the batches `xs`, for the current code and widths"
+    if not isinstance(xs, Iterable) or isinstance(xs, Tensor): raise TypeError(f"expected inputs batch by batch, such as [x]; got {type(xs).__name__}")
     update_bn(xs, track_stats(net))
+    norms = [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms and not any(m.num_batches_tracked for m in norms): raise ValueError(f"there are no batches in {xs!r:.100} to collect statistics from: give at least one")
     return net
 
 # %% ../nbs/01_layers.ipynb #743f5d55
@@ -303,6 +311,8 @@ def kshotify(
 ) -> nn.Module:
     "A copy of `module` with K-shot layers in place of its own, and its code as `.code`"
     skip = tuple(skip) if isinstance(skip, (list,tuple)) else (skip,)
+    if not all(isinstance(t, type) for t in skip): raise TypeError(f"skip must be types of layers, such as (nn.PReLU,); got {skip!r}")
+    if not isinstance(module, nn.Module): raise TypeError(f"expected an nn.Module; got {module!r} ({type(module).__name__})")
     if misfits := _misfits(module, skip):
         raise ValueError("these layers have no K-shot form; replace them, or pass their types as `skip` to share them between all paths:\n  " + '\n  '.join(misfits))
     module,code = copy.deepcopy(module),Code(k) if code is None else code

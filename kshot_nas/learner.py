@@ -7,6 +7,7 @@ __all__ = ['log', 'KShotLearner', 'kshot_learner']
 
 # %% ../nbs/10_learner.ipynb #8a98670c
 import hashlib, importlib, inspect, logging, os, random, re, tempfile
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,9 @@ from fastprogress.fastprogress import progress_bar
 from torch import Tensor, nn
 
 from .callbacks import CodeRecorder, ContrastTerm, KShotModel, PathSampler, PhaseSwitch, ShareGradients, kshot_splitter, phased_opt
+from .layers import KBatchNorm
 from .simplex import Coder, FixedCode, RandomCode, SimplexNet
-from .space import Arch
+from .space import Arch, _sequence, _whole
 from .supernet import Supernet
 
 log = logging.getLogger(__name__)
@@ -47,11 +49,18 @@ class KShotLearner(Learner):
     def __getstate__(self): return {k:v for k,v in super().__getstate__().items() if k != '_kept'}     # the images kept for evaluation stay here
 
 def _infer_shape(dls, n_in):
-    "Channels and size of the images of `dls`"
-    try: shape = tuple(dls.one_batch()[0].shape[1:])
+    "Channels of the images of `dls`, and a batch of them"
+    try: shape = tuple((x := dls.one_batch()[0]).shape[1:])
     except Exception as e: raise ValueError("`n_in` is not defined, and no batch could be had from the data to infer it from: check `dls.one_batch()`, or pass a Supernet instead of a function") from e
     if n_in is None and len(shape) != 3: raise ValueError(f"`n_in` is not defined, and could not be inferred from inputs of shape {shape}: pass `n_in`")
-    return shape[0] if n_in is None else n_in,shape
+    return shape[0] if n_in is None else n_in,x
+
+def _check_inputs(net, x):
+    "Refuse data that `net` is not made for"
+    shape,dtype = tuple(x.shape[1:]),next(net.parameters()).dtype
+    if net.in_shape is not None and shape != net.in_shape: raise ValueError(
+        f"the supernet is made for inputs of shape {net.in_shape}, on which its costs depend, and those of the data have {shape}: make it for these, by `size`, `n_in` or `in_shape`")
+    if x.dtype != dtype: raise TypeError(f"the inputs of the data are {x.dtype} and the weights of the supernet {dtype}: convert one to the other, say by `x.float()`")
 
 # %% ../nbs/10_learner.ipynb #74d13fb3
 _coders = dict(simplex=SimplexNet, fixed=FixedCode, random=RandomCode)
@@ -84,21 +93,30 @@ def kshot_learner(
     "A learner for the supernet that `supernet` makes for the data of `dls`"
     if preset not in (None, 'paper') or (preset and pace): raise ValueError(f"preset must be None, or 'paper' without `pace`; got preset={preset!r}, pace={pace!r}")
     pace = preset is None if pace is None else pace
-    if not callable(code) and code not in _coders: raise ValueError(f"code must be one of {', '.join(map(repr, _coders))}, or make a Coder; got {code!r}")
+    if not callable(code) and not (isinstance(code, str) and code in _coders): raise ValueError(f"code must be one of {', '.join(map(repr, _coders))}, or make a Coder; got {code!r}")
     for name,n in dict(k=k, warmup=warmup).items():
         if type(n) is not int or n < (name == 'k'): raise ValueError(f"{name} must be an int of at least {int(name == 'k')}; got {n!r}")
-    learner_kw = {n:kwargs.pop(n) for n in list(kwargs) if n in _learner_args}
-    if isinstance(supernet, Supernet): net = supernet
+    learner_kw,seed = {n:kwargs.pop(n) for n in list(kwargs) if n in _learner_args},_whole(seed, 'seed')
+    if not callable(supernet): raise TypeError(f"supernet must be a Supernet, or a function that makes one, such as `tiny_supernet`; got {supernet!r}")
+    if isinstance(supernet, Supernet):
+        net = supernet
+        try: x = dls.one_batch()[0]
+        except Exception: x = None                                  # there is nothing to look at yet
+        if kwargs: raise TypeError(f"unexpected arguments {', '.join(kwargs)}: the supernet is made already")
     else:
         if n_out is None: n_out = get_c(dls)
         if not n_out: raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
-        n_in,shape = _infer_shape(dls, n_in)
+        n_in,x = _infer_shape(dls, n_in)
+        shape = tuple(x.shape[1:])
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if 'size' in inspect.signature(supernet).parameters and len(shape) == 3: kwargs.setdefault('size', shape[1] if shape[1] == shape[2] else shape[1:])
             net = supernet(k=k, n_in=n_in, n_out=n_out, **kwargs)
+        if not isinstance(net, Supernet): raise TypeError(f"{supernet!r} must make a Supernet; it made {net!r:.100}")
+    if isinstance(x, Tensor): _check_inputs(net, x)
     make = code if callable(code) else _coders[code]
     coder = make(net.space, net.k, **(dict(seed=seed) if 'seed' in inspect.signature(make).parameters else {}))
+    if not isinstance(coder, Coder) or coder.k != net.k: raise TypeError(f"code must make a Coder with k={net.k}; {make!r} made {coder!r:.100}")
     learned = net.k > 1 and any(True for _ in coder.parameters())
     ours = [PhaseSwitch(warmup, ratio, joint, seed), PathSampler(n_paths, how, n_valid, pace, seed), ContrastTerm(alpha, temp, max_dist, seed=seed),
             ShareGradients(), rec := CodeRecorder(seed=seed)]
@@ -156,7 +174,7 @@ class _Checkpoint(Callback):
     def __init__(self, folder, keep, config): self.folder,self.keep,self.config = folder,keep,config
     def after_epoch(self):
         if not all(p.isfinite().all() for p in self.model.parameters()): raise FloatingPointError(
-            f"the weights are not finite after epoch {self.epoch}: try a smaller learning rate or gradient clipping (GradientClip); the last checkpoint is from before")
+            f"the weights are not finite after epoch {self.epoch}: try a smaller learning rate or gradient clipping (GradientClip(10.)); the last checkpoint is from before")
         if rank_distrib(): return
         state = dict(model=self.model.state_dict(), opt=self.opt.state_dict(), epoch=self.epoch+1, config=self.config,
                      steps=self.learn.code_recorder.steps, codes=self.learn.code_recorder.codes)
@@ -196,7 +214,10 @@ def fit_kshot(self:KShotLearner,
     keep:int=3             # how many to keep
 ):
     "Train items and codes in turn for `n_epoch` epochs"
-    if type(keep) is not int or keep < 1: raise ValueError(f"keep must be an int of at least 1; got {keep!r}")
+    for name,n in dict(n_epoch=n_epoch, keep=keep).items():
+        if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
+    for name,v in dict(lr=lr, codes_scale=codes_scale, wd=wd).items():
+        if not (isinstance(v, Real) and 0 <= v < float('inf')) and (v is not None or name == 'lr'): raise ValueError(f"{name} must be a finite number of at least 0; got {v!r}")
     self.create_opt()
     if codes_scale is not None: self.opt.opt.codes_scale = codes_scale
     cbs,start = [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)],0
@@ -218,11 +239,19 @@ def fit_kshot(self:KShotLearner,
 # %% ../nbs/10_learner.ipynb #4c057c42
 def _mixed(idxs): return random.Random(0).sample(idxs, len(idxs))      # the same in every pass
 
+def _batch_size(n, bs):
+    "`bs`, or a little more if one of `n` images would be left over for the last batch, as one image alone has no statistics"
+    return next((b for b in range(bs, n+1) if n % b != 1), bs)
+
 def _batches(dl, device, limit=2**30):
     "The batches of `dl` in a fixed order that mixes classes: as a list if they take less than `limit` bytes, else read anew each time"
-    dl = dl.new(shuffle=True, shuffle_fn=_mixed, drop_last=False)
+    if not len(dl.dataset): raise ValueError("there are no images to evaluate on: the validation set (or, for `stats` and `subnet`, the training set) is empty")
+    dl = dl.new(shuffle=True, shuffle_fn=_mixed, drop_last=False, bs=_batch_size(len(dl.dataset), dl.bs))
     size = sum(t.numel()*t.element_size() for t in dl.one_batch() if torch.is_tensor(t))*len(dl)
-    return [to_device(b, device) for b in dl] if size < limit else dl
+    if size >= limit: return dl
+    batches = [to_device(b, device) for b in dl]
+    if not all(t.isfinite().all() for *xb,_ in batches for t in xb if isinstance(t, Tensor)): raise ValueError("there are NaN or infinite values in the images to evaluate on, which would spoil whole batches: mend or remove these images")
+    return batches
 
 @patch
 def _fixed_batches(self:KShotLearner, ds_idx):
@@ -230,6 +259,12 @@ def _fixed_batches(self:KShotLearner, ds_idx):
     kept = self.__dict__.setdefault('_kept', {})
     if kept.get(ds_idx, (None,))[0] != (key, device): kept[ds_idx] = (key, device),_batches(self.dls[ds_idx], device)
     return kept[ds_idx][1]
+
+@patch
+def _stats_batches(self:KShotLearner, n):
+    "The first `n` training batches, without labels"
+    if type(n) is not int or n < 1: raise ValueError(f"n_stats must be an int of at least 1; got {n!r}")
+    return [b[0] for b,_ in zip(self._fixed_batches(0), range(n))]
 
 @patch
 def code(self:KShotLearner, arch:Arch) -> Tensor:
@@ -246,12 +281,13 @@ def eval_arch(self:KShotLearner,
 ) -> dict:
     "Loss and metrics of `arch` on the validation set, with the weights it borrows from the supernet"
     if stats not in ('batch', 'train'): raise ValueError(f"stats must be 'batch' or 'train'; got {stats!r}")
+    if stats == 'batch' and self.dls.valid.bs == 1 and len(self.dls.valid_ds) > 1 and any(isinstance(m, KBatchNorm) and m.running_mean is None for m in self.net.modules()):
+        raise ValueError("batch norms take their statistics from each validation batch, and one image has none worth the name: use a larger `bs` for validation, or stats='train'")
     net,mets = self.net,L(AvgLoss()) + self.metrics.filter(lambda m: not isinstance(m, ValueMetric))
     lam = self.code(arch) if lam is None else lam
     training,model = self.model.training,net
     if stats == 'train':
-        xs = [b[0] for b,_ in zip(self._fixed_batches(0), range(n_stats))]
-        model = net.subnet(arch, lam, data=xs)
+        model = net.subnet(arch, lam, data=self._stats_batches(n_stats))
     for m in mets: m.reset()
     try:
         model.eval()
@@ -259,18 +295,21 @@ def eval_arch(self:KShotLearner,
             for *xb,yb in self._fixed_batches(1):
                 self.xb,self.yb = tuple(xb),(yb,)
                 self.pred = to_float(model(*xb))
-                self.loss = self.loss_func(self.pred, yb)
+                try: self.loss = self.loss_func(self.pred, yb)
+                except IndexError as e: raise ValueError(f"the loss can't be computed ({e}): is there a class among the validation images for which the network has no output?") from e
                 for m in mets: m.accumulate(self)
     finally:
         self.model.train(training)
         self._end_cleanup()
-    return dict(zip(['loss', *mets[1:].attrgot('name')], (float(m.value) for m in mets)))
+    res = dict(zip(['loss', *mets[1:].attrgot('name')], (float(m.value) for m in mets)))
+    return dict.fromkeys(res, float('nan')) if res['loss'] != res['loss'] else res          # to a metric, NaN may look like some class or other
 
 @patch
 def eval_archs(self:KShotLearner, archs:list, progress:bool=True, **kwargs) -> pd.DataFrame:
     "Loss and metrics of each of `archs`: a DataFrame with a row for each; arguments as for `eval_arch`"
+    archs = [self.space.check(a) for a in _sequence(archs, 'archs', '[arch]')]
     bar = progress_bar(archs, leave=False) if progress and not getattr(self, 'no_bars', False) else archs
-    return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=pd.Index(list(archs), name='arch', tupleize_cols=False))
+    return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=pd.Index(archs, name='arch', tupleize_cols=False))
 
 # %% ../nbs/10_learner.ipynb #771f9bfc
 @patch
@@ -281,7 +320,7 @@ def subnet(self:KShotLearner,
 ) -> nn.Module:
     "The plain network of `arch`"
     if weights != 'inherit': return self.net.subnet(arch, weights=weights)
-    return self.net.subnet(arch, self.code(arch), data=[b[0] for b,_ in zip(self._fixed_batches(0), range(n_stats))])
+    return self.net.subnet(arch, self.code(arch), data=self._stats_batches(n_stats))
 
 # %% ../nbs/10_learner.ipynb #bfd79dc7
 @patch

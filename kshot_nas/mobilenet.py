@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
+from numbers import Real
 
 from torch import nn
 from torchvision.ops import Conv2dNormActivation, SqueezeExcitation
@@ -67,14 +68,15 @@ def mobilenet_ops(
 _stages = (32,4), (40,4), (80,4), (96,4), (192,4), (320,1)      # channels and number of layers
 _acts = dict(relu6=nn.ReLU6, hswish=nn.Hardswish)
 
-def _check_arguments(n_in, n_out, widths, size, strides, act, se_ratio):
+def _check_arguments(n_in, n_out, widths, size, strides, act, se_ratio, dropout):
     "The ratios, the image size as (height, width) and the activation that are meant, or an error that says what is wrong"
     for name,n in dict(n_in=n_in, n_out=n_out).items():
         if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
-    if act not in _acts: raise ValueError(f"act must be one of {', '.join(map(repr, _acts))}; got {act!r}")
-    if not 0 < se_ratio <= 1: raise ValueError(f"se_ratio must be above 0 and at most 1; got {se_ratio!r}")
+    if not isinstance(act, str) or act not in _acts: raise ValueError(f"act must be one of {', '.join(map(repr, _acts))}; got {act!r}")
+    if not (isinstance(se_ratio, Real) and 0 < se_ratio <= 1): raise ValueError(f"se_ratio must be above 0 and at most 1; got {se_ratio!r}")
+    if not (isinstance(dropout, Real) and 0 <= dropout < 1): raise ValueError(f"dropout must be at least 0 and below 1; got {dropout!r}")
     strides,size = (tuple(x) if isinstance(x, (tuple,list)) else (x,)*n for x,n in ((strides,1), (size,2)))
-    if len(strides) != 1+len(_stages) or set(strides) - {1,2}:
+    if len(strides) != 1+len(_stages) or not all(s in (1,2) for s in strides):
         raise ValueError(f"strides must be {1+len(_stages)} numbers, each 1 or 2: of the stem and of the {len(_stages)} stages; got {strides}")
     if len(size) != 2 or set(map(type, size)) != {int}: raise ValueError(f"size must be an int, or two: (height, width); got {size}")
     if min(size) < math.prod(strides):
@@ -99,7 +101,7 @@ def mobilenet_supernet(
     noise:float=1.                  # how the items start: see `kshotify`
 ) -> Supernet:
     "The MobileNetV2-SE space: 21 searched layers of 13 operations, 24 width layers"
-    ratios,size,act = _check_arguments(n_in, n_out, widths, size, strides, act, se_ratio)
+    ratios,size,act = _check_arguments(n_in, n_out, widths, size, strides, act, se_ratio, dropout)
     def new_cut(): return WidthChoice(ratios) if ratios else None
     net = nn.Sequential()
     net.stem = Conv2dNormActivation(n_in, 32, 3, strides[0], activation_layer=act)

@@ -240,6 +240,10 @@ def _read_file(path):
     except Exception as e: raise ValueError(f"{path.name} is no file of the topology search space (NATS-tss) of NATS-Bench: {e!r}") from e
 
 # %% ../nbs/07_nb201.ipynb #64b1b0df
+def _read_csv(path):
+    try: return pd.read_csv(path)
+    except Exception as e: raise ValueError(f"cannot read {path.name}: {e}") from e
+
 def read_nb201(
     path:str|Path # the official directory, or a CSV file
 ) -> pd.DataFrame:
@@ -247,7 +251,7 @@ def read_nb201(
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f"there is no {path}")
     if path.is_dir() and (files := sorted(path.glob('[0-9]'*6 + '.pickle.pbz2'))): df = pd.DataFrame([_read_file(f) for f in files])
-    elif path.is_file() and path.suffix == '.csv': df = pd.read_csv(path)
+    elif path.is_file() and path.suffix == '.csv': df = _read_csv(path)
     else: raise ValueError(f"cannot read {path.name}; read are the directory of the topology search space of NATS-Bench, unpacked "
                            "(NATS-tss-v1_0-3ffb9-simple, with 000000.pickle.pbz2 and so on), and .csv files with arch_str and accuracies")
     accs = [c for c in df if re.search('_(valid|test)$', c)]

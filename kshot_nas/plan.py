@@ -52,7 +52,7 @@ def complete(
     for name in ('size', 'epochs', 'bs', 'pop', 'gens', 'retrain_epochs', 'trials', 'seed', 'k'):
         if type(res[name]) is not int or res[name] < (name != 'seed'): raise ValueError(f"{name} must be a whole number of at least {int(name != 'seed')}; got {res[name]!r}")
     if not 0 < res['valid_pct'] < 100: raise ValueError(f"valid_pct must be a percentage between 0 and 100; got {res['valid_pct']!r}")
-    if not res['lr'] > 0: raise ValueError(f"lr must be above 0; got {res['lr']!r}")
+    if not 0 < res['lr'] < float('inf'): raise ValueError(f"lr must be above 0, and finite; got {res['lr']!r}")
     return res
 
 # %% ../nbs/16_plan.ipynb #562fef56
@@ -171,7 +171,7 @@ def _activations(net:Supernet, arch:Arch, shape) -> int:
 def _free_memory(device) -> float:
     "Bytes of memory that are free on a device, infinity if that can't be told"
     if torch.device(device).type == 'cuda': return torch.cuda.mem_get_info(device)[0]
-    try: return next(1024*int(l.split()[1]) for l in open('/proc/meminfo') if l.startswith('MemAvailable'))
+    try: return next(1024*int(l.split()[1]) for l in Path('/proc/meminfo').read_text().splitlines() if l.startswith('MemAvailable'))
     except (OSError, StopIteration): return float('inf')
 
 # %% ../nbs/16_plan.ipynb #cac1260a

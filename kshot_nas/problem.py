@@ -9,6 +9,7 @@ __all__ = ['landscape', 'attempt', 'ArchProblem']
 import copy, traceback
 from collections.abc import Callable
 from functools import partial
+from numbers import Real
 
 import numpy as np
 from fastcore.basics import patch
@@ -43,9 +44,10 @@ def attempt(
         res = {k:float(v) for k,v in res.items()} if isinstance(res, dict) else {metric: float(res)}
         if metric not in res: raise ValueError(f"the evaluator gave {', '.join(res) or 'nothing'}, but not {metric!r}")
         return res,None if np.isfinite(res[metric]) else f'{metric} is {res[metric]}'
+    except OSError: raise
     except Exception: return {},traceback.format_exc().strip()
 
-def _run_here(evaluate, metric, archs): return (attempt(evaluate, metric, a) for a in archs)
+def _run_here(evaluate, metric, archs): return ((a, *attempt(evaluate, metric, a)) for a in archs)
 
 # %% ../nbs/12_problem.ipynb #b5e72e7f
 class ArchProblem(Problem):
@@ -86,8 +88,8 @@ def within(self:ArchProblem, **limits) -> ArchProblem:
     res.limits = dict(self.limits)
     for name,limit in limits.items():
         self._check_cost(name)
-        if not isinstance(limit, (tuple, list)) or len(limit) != 2: raise ValueError(f"the limits of {name!r} must be (least, most), such as (None, 5e6); got {limit!r}")
-        low,high = -np.inf if limit[0] is None else limit[0],np.inf if limit[1] is None else limit[1]
+        if not isinstance(limit, (tuple, list)) or len(limit) != 2 or not all(o is None or isinstance(o, Real) for o in limit): raise ValueError(f"the limits of {name!r} must be (least, most), such as (None, 5e6); got {limit!r}")
+        low,high = (none if x is None else (np.inf if x > 0 else -np.inf) if abs(x) > 1e300 else x for x,none in zip(limit, (-np.inf, np.inf)))
         if not low <= high: raise ValueError(f"no architecture has at least {low:,} and at most {high:,} {name}")
         res.limits[name] = low,high
     res.n_ieq_constr = 2*len(res.limits) + 1
@@ -116,14 +118,16 @@ def score(self:ArchProblem, archs:list):
     self.generation += 1
     archs = [a for a in dict.fromkeys(archs) if a not in self.records]
     if not archs: return
-    costs = {name:self._costs_of(name, archs).tolist() for name in self.costs}
+    columns = [self._costs_of(name, archs).tolist() for name in self.costs]
+    costs = {a:dict(zip(self.costs, row)) for a,*row in zip(archs, *columns)}
     held = self.archive.get(archs) if self.archive else {}                         # never evaluate what the archive holds
-    results = self.run([a for a in archs if a not in held])
-    for arch,*cost in zip(archs, *costs.values()):
-        cost = dict(zip(costs, cost))
-        metrics,failure = held[arch] if arch in held else next(results)
-        if self.archive and arch not in held: metrics,failure = self.archive.put(arch, metrics, failure, cost, self.generation, self.seed)
-        self.records[arch] = dict(arch=arch, **{'generation': self.generation, **metrics, **cost, 'failure': failure})
+    results = self.run([a for a in archs if a not in held])                        # in the order in which they are made,
+    for arch in archs:                                                             # but recorded in ours
+        while arch not in held:
+            a,metrics,failure = next(results)
+            held[a] = self.archive.put(a, metrics, failure, costs[a], self.generation, self.seed) if self.archive else (metrics, failure)
+        metrics,failure = held[arch]
+        self.records[arch] = dict(arch=arch, **{'generation': self.generation, **metrics, **costs[arch], 'failure': failure})
         self.tick()
     if all(r['failure'] for r in self.records.values()):
         raise RuntimeError(f"the evaluator failed for all of the first {len(archs)} architectures; this is how it failed for {archs[0]}:\n{self.records[archs[0]]['failure']}")
@@ -164,7 +168,7 @@ def fits(self:ArchProblem, archs:list) -> np.ndarray:
 def _refuse(self:ArchProblem, archs, which):
     "Raise the error that says what the limits are, and what there is"
     def say(name, low, high):
-        cost,words = self._costs_of(name, archs),[f'{word} {x:,.10g}' for word,x in (('at least', low), ('at most', high)) if np.isfinite(x)]
+        cost,words = self._costs_of(name, archs),[f'{word} {x:,.10g}' for word,x,none in (('at least', low, -np.inf), ('at most', high, np.inf)) if x != none]
         return f"{' and '.join(words)} {name}, where those {which} have {cost.min():,.10g} to {cost.max():,.10g}"
     raise ValueError('no architecture was found with ' + '; and '.join(say(n, *limit) for n,limit in self.limits.items()))
 

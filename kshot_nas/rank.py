@@ -8,6 +8,7 @@ __all__ = ['kendall_tau', 'pearson_r', 'spearman_rho', 'high_tau', 'top_k_overla
 
 # %% ../nbs/11_rank.ipynb #be70a13a
 import operator
+from collections import Counter
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,14 +16,18 @@ import pandas as pd
 from fastcore.basics import patch
 from scipy.stats import kendalltau
 
+from .space import _whole
+
 # %% ../nbs/11_rank.ipynb #12e32564
 def _values(x, name):
     "The keys of `x`, or None if it has none, and its values"
     keys = list(x) if isinstance(x, dict) else list(x.index) if isinstance(x, (pd.Series, pd.DataFrame)) else None
     if isinstance(x, dict): x = list(x.values())
     if hasattr(x, 'detach'): x = x.detach().cpu().double()
-    try: return keys,np.asarray(x, dtype=float)
-    except (TypeError, ValueError) as e: raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a dict by architecture; got {type(x).__name__}: {e}") from None
+    try:
+        if (kind := np.asarray(x).dtype).kind in 'cmMSU': raise TypeError(f'these are of the type {kind}')
+        return keys,np.asarray(x, dtype=float)
+    except (TypeError, ValueError, OverflowError) as e: raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a dict by architecture; got {type(x).__name__}: {e}") from None
 
 def _few(xs): return ', '.join(map(str, xs[:3])) + (f' and {len(xs)-3} more' if len(xs) > 3 else '')
 
@@ -32,7 +37,8 @@ def _by_key(given):
     if not keyed: return None,{name:v for name,(_,v) in given.items()}
     first,keys = next(iter(keyed.items()))
     for name,k in keyed.items():
-        if len(set(k)) < len(k): raise ValueError(f"`{name}` has a key more than once: {_few([x for x in dict.fromkeys(k) if k.count(x) > 1])}")
+        if len(set(k)) < len(k): raise ValueError(f"`{name}` has a key more than once: {_few([x for x,n in Counter(k).items() if n > 1])}. "
+                                                  "Count every architecture once, such as by `x[~x.index.duplicated()]`, or give arrays without keys")
         for a,b,there,here in ((keys,set(k),first,name), (k,set(keys),name,first)):
             if lost := [x for x in a if x not in b]: raise ValueError(f"in `{there}` but missing from `{here}`: {_few(lost)}. Give both the same architectures")
     if len(keyed) < len(given) and any(k != keys for k in keyed.values()):
@@ -43,10 +49,10 @@ def _by_key(given):
 # %% ../nbs/11_rank.ipynb #dd3071ee
 def _align(**given):
     "Keys, if there are any, and values of what is given, matched and checked"
-    keys,values = _by_key({name:_values(x, name) for name,x in given.items() if x is not None})
+    keys,values = _by_key({name:_values(x, name) for name,x in given.items() if x is not None or name in ('pred', 'true')})
     n = len(values['true']) if values['true'].ndim else 0
     for name,v in values.items():
-        if v.ndim != 1 and name in ('pred', 'true'): raise ValueError(f"`{name}` must have one number per architecture; got the shape {v.shape}")
+        if v.ndim != 1 and (name in ('pred', 'true') or not v.ndim): raise ValueError(f"`{name}` must have one number per architecture; got the shape {v.shape}")
         if len(v) != n: raise ValueError(f"`{name}` has {len(v)} rows and `true` has {n}; they must be of the same architectures")
         bad = np.flatnonzero(~np.isfinite(v).all(axis=tuple(range(1, v.ndim))))
         if len(bad): raise ValueError(f"`{name}` is not finite at {_few([keys[i] for i in bad] if keys else list(bad))}: such an architecture has no rank. Leave it out everywhere, or give it the worst value")
@@ -92,10 +98,11 @@ def _ranks(levels):
 
 def _r(x, y):
     "Pearson correlation, NaN if one side is constant"
-    if np.ptp(x) == 0 or np.ptp(y) == 0: return np.nan
-    x,y = x - x.mean(),y - y.mean()
-    x,y = x/abs(x).max(),y/abs(y).max()
-    return float(x@y/np.sqrt((x@x)*(y@y)))
+    if (x == x[0]).all() or (y == y[0]).all(): return np.nan
+    def standard(x):
+        for _ in range(2): x = x/abs(x).max(); x = x - x.mean()         # the second round mends what was lost of tiny differences
+        return x/np.sqrt(x@x)
+    return float(np.clip(standard(x)@standard(y), -1, 1))
 
 def pearson_r(pred, true) -> float:
     "Pearson's correlation of the values; NaN if one side is constant"
@@ -109,7 +116,7 @@ def spearman_rho(pred, true) -> float:
 def _count(k, most, name):
     "`k` as whole numbers from 1 to `most`, or an error"
     try: ks = np.array([operator.index(i) for i in np.atleast_1d(k)])
-    except TypeError: raise TypeError(f"`{name}` must be a whole number, or several; got {k!r}") from None
+    except (TypeError, ValueError): raise TypeError(f"`{name}` must be a whole number, or several; got {k!r}") from None
     if len(ks) == 0 or ks.min() < 1 or ks.max() > most: raise ValueError(f"`{name}` must be from 1 to {most} here; got {k!r}")
     return ks[0] if np.ndim(k) == 0 else ks
 
@@ -143,6 +150,7 @@ def top_k_overlap(
     "Share of the `k` truly best that are among the `k` best predicted; ties are broken at random, and this is the mean"
     pred,true = _pair(pred, true)
     k = _count(k, len(true), 'k')
+    if np.ndim(k): raise ValueError("give one `k`, not several")
     return float(_top(_levels(pred), k)@_top(_levels(true), k)/k)
 
 def regret(pred, true) -> float:
@@ -203,7 +211,7 @@ def _interval(draws):
 # %% ../nbs/11_rank.ipynb #fe21801c
 class RankReport:
     "How well a prediction ranks architectures, beside what their cost alone would do and what noise in the truth leaves possible"
-    def __init__(self, pred, true, costs, seeds, n_high, n_boot, seed):
+    def __init__(self, pred, true, costs:dict, seeds, n_high:int, n_boot:int, seed:int):
         self.pred,self.true,self.costs,self.n_high,self.n_boot = pred,true,costs,n_high,n_boot
         preds,n_seeds = {'prediction':pred, **costs},0 if seeds is None else seeds.shape[1]
         halves = _halves(seeds) if n_seeds else []
@@ -246,6 +254,9 @@ def rank_report(
     n = len(v['true'])
     n_high = _count(max(1, n//10) if n_high is None else n_high, n-1, 'n_high')
     if np.ndim(n_high): raise ValueError("a report takes one `n_high`; for a curve see `plot_high`")
+    n_boot = _count(n_boot, 10**6, 'n_boot') if n_boot else 0
+    if np.ndim(n_boot): raise ValueError("a report takes one `n_boot`")
+    seed = _whole(seed, 'seed')
     names = [] if cost is None else [str(c) for c in getattr(cost, 'columns', [getattr(cost, 'name', None) or 'cost'])]
     columns = v['cost'].reshape(n, -1).T if names else []
     if len(names) != len(columns) or len({'prediction', *names}) <= len(names):
@@ -254,7 +265,7 @@ def rank_report(
         tau_ceiling(v['seeds'])                                          # refuses what has no halves
         off = abs(v['seeds'].mean(1) - v['true']).max()
         if off > 0.01*v['true'].std(): raise ValueError(f"`true` must be the mean of `seeds` over its columns, but differs by up to {off:.3g}; are the rows in the same order?")
-    return RankReport(v['pred'], v['true'], dict(zip(names, columns)), v.get('seeds'), int(n_high), _count(n_boot, 10**6, 'n_boot') if n_boot else 0, seed)
+    return RankReport(v['pred'], v['true'], dict(zip(names, columns)), v.get('seeds'), int(n_high), n_boot, seed)
 
 # %% ../nbs/11_rank.ipynb #42a20077
 @patch

@@ -101,6 +101,7 @@ def html_table(
     fold:bool=False     # hide it until it is clicked?
 ) -> Html:
     "`df` as a table"
+    if len(df) > 1000: caption,df = f'{caption} (the first 1,000 of {len(df):,} rows)',df[:1000]
     numeric = [pd.api.types.is_numeric_dtype(t) for t in df.dtypes]
     widest = [0 if n else min(28, df[c].map(lambda x: len(str(x))).max()) for n,c in zip(numeric, df.columns)]       # text may wrap, but not into a column of letters
     head = tag('tr', *(tag('th', c, scope='col', style=f'min-width:{w}ch') for c,w in zip(df.columns, widest)))
@@ -119,9 +120,11 @@ def svg_figure(
     "What `draw` draws, as an SVG inside the page"
     with plt.rc_context({**_style, 'svg.hashsalt': caption}):
         fig = Figure(figsize=size, layout='constrained')
-        draw(ax=fig.add_subplot())
+        draw(ax=(ax := fig.add_subplot()))
+        for o in ax.collections: o.set_rasterized(len(o.get_offsets()) > 5000)                # as a picture; as elements they would be megabytes
+        for o in ax.lines: o.set_rasterized(len(o.get_xdata()) > 5000)
         out = StringIO()
-        fig.savefig(out, format='svg', metadata=dict.fromkeys(('Date', 'Creator', 'Format', 'Type')), transparent=True)
+        fig.savefig(out, format='svg', dpi=150, metadata=dict.fromkeys(('Date', 'Creator', 'Format', 'Type')), transparent=True)
     svg = re.sub(r'<metadata>.*?</metadata>\s*', '', out.getvalue()[out.getvalue().index('<svg'):], flags=re.S)
     svg = re.sub(r' id="[a-zA-Z0-9]+_\d+"', '', re.sub(r'(<svg [^>]*?) width="[^"]*"', r'\1', re.sub(r'(<svg [^>]*?) height="[^"]*"', r'\1', svg)))
     return tag('figure', Html(svg.replace('<svg ', f'<svg role="img" aria-label="{html.escape(caption)}" ', 1)), tag('figcaption', caption))
@@ -293,5 +296,5 @@ def write_report(
     policy = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; img-src data:">'
     head = tag('head', Html(f'<meta charset="utf-8">{policy}<meta name="viewport" content="width=device-width,initial-scale=1">'), tag('title', title), tag('style', Html(_css)))
     body = tag('body', tag('h1', title), tag('p', f"within {res.settings['max_flops']:,} multiply-adds, found by kshot_search", cls='sub'), *parts)
-    with _published(path) as tmp: tmp.write_text(f'<!doctype html>\n<html lang="en">{head}{body}</html>\n', encoding='utf-8')
+    with _published(path) as tmp: tmp.write_text(f'<!doctype html>\n<html lang="en">{head}{body}</html>\n', encoding='utf-8', errors='surrogateescape')     # names of files, where the locale could not read them
     return path

@@ -8,6 +8,7 @@ __all__ = ['log', 'RetrainLearner', 'retrain_learner']
 # %% ../nbs/14_retrain.ipynb #2291e11b
 import importlib, logging, tempfile
 from functools import partial
+from numbers import Real
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 from .archive import fingerprint
 from .learner import KShotLearner, _write_checkpoint
 from .recipe import BatchAugment, HeadDropout, SeedEpochs, WeightEMA, decay_splitter, paper_pace, peak_lr, ramp_stairs, rmsprop_opt
+from .space import _whole
 from .supernet import Supernet
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,12 @@ def retrain_learner(
     **kwargs                    # passed on to `Learner`
 ) -> RetrainLearner:
     "A learner that trains `model` with the paper's recipe: see `fit_retrain`"
+    if not isinstance(model, nn.Module): raise TypeError(f"model must be an nn.Module, such as `learn.subnet(arch)`; got {model!r}")
+    for name,v in dict(wd=wd, ema=ema, smoothing=smoothing, dropout=dropout, erase=erase).items():
+        if not (isinstance(v, Real) and 0 <= v <= 1): raise ValueError(f"{name} must be a number from 0 to 1; got {v!r}")
+    if rand_augment is not None and not (isinstance(rand_augment, (tuple,list)) and len(rand_augment) == 2 and all(type(n) is int and 0 <= n <= 30 for n in rand_augment)):
+        raise ValueError(f"rand_augment must be a number of operations and a magnitude of at most 30, such as (2, 9); got {rand_augment!r}")
+    seed = _whole(seed, 'seed')
     if isinstance(model, Supernet): raise ValueError("this is a whole supernet: pass one of its networks, `supernet.subnet(arch)`")
     if weights not in ('fresh', 'inherit'): raise ValueError(f"weights must be 'fresh' or 'inherit'; got {weights!r}")
     if loss_func is None:

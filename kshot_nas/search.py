@@ -9,6 +9,7 @@ __all__ = ['ArchCrossover', 'ArchMutation', 'NewAndAffordable', 'PaperNSGA2', 's
 import hashlib, inspect, threading
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.metadata import version
 
 import cloudpickle, joblib
 import numpy as np, pandas as pd, torch
@@ -99,13 +100,16 @@ def _everything(problem, pop, gens, parents, seed):
 _hows = dict(nsga2=_nsga2, random=_random, all=_everything)
 
 # %% ../nbs/12_search.ipynb #386e9524
-def _work(key, package, threads, metric, arch):
+def _versions(): return {m:version(m).split('+')[0] for m in ('kshot_nas', 'torch')}
+
+def _work(key, package, versions, threads, metric, arch):
     "What a worker does: unpack the evaluator unless it has it, and use it"
     me = threading.current_thread()
     if getattr(me, 'kshot_key', None) != key:
+        if (here := _versions()) != versions: raise RuntimeError(f"a worker has {here}, and the process it works for has {versions}: install the same versions on all machines")
         torch.set_num_threads(threads)                                             # rounding depends on it
         me.kshot_key,me.kshot_evaluate = key,cloudpickle.loads(package.tobytes())
-    return attempt(me.kshot_evaluate, metric, arch)
+    return arch,*attempt(me.kshot_evaluate, metric, arch)
 
 @contextmanager
 def _run_by(workers:int, problem:ArchProblem):
@@ -113,8 +117,8 @@ def _run_by(workers:int, problem:ArchProblem):
     backend,n_jobs = get_active_backend()
     if workers == 1 and n_jobs in (None, 1) and isinstance(backend, LokyBackend): yield; return      # nobody asks for workers
     package = np.frombuffer(cloudpickle.dumps(problem.eval_arch), dtype=np.uint8)
-    args = hashlib.sha256(package).hexdigest(),package,torch.get_num_threads(),problem.metric
-    return_as = 'generator' if getattr(backend, 'supports_return_generator', False) else 'list'
+    args = hashlib.sha256(package).hexdigest(),package,_versions(),torch.get_num_threads(),problem.metric
+    return_as = 'generator_unordered' if getattr(backend, 'supports_return_generator', False) else 'list'     # no result waits for a slower one to be written
     with joblib.Parallel(n_jobs=None if workers == 1 else workers, max_nbytes=1000, return_as=return_as) as parallel:
         problem.run = lambda archs: iter(parallel(joblib.delayed(_work)(*args, a) for a in archs))
         yield
@@ -173,7 +177,7 @@ def search(
     if isinstance(problem, KShotLearner): problem = problem.arch_problem(**kwargs)
     elif not isinstance(problem, ArchProblem): raise TypeError(f"search needs a KShotLearner or an ArchProblem; got {type(problem).__name__}")
     elif kwargs: raise TypeError(f"unexpected arguments {', '.join(kwargs)}: give them to ArchProblem")
-    if how not in _hows: raise ValueError(f"how must be one of {', '.join(map(repr, _hows))}; got {how!r}")
+    if not isinstance(how, str) or how not in _hows: raise ValueError(f"how must be one of {', '.join(map(repr, _hows))}; got {how!r}")
     for name,n,low in ('pop', pop, 1),('gens', gens, 1),('parents', parents, 1),('seed', seed, 0):
         if type(n) is not int or n < low: raise ValueError(f"{name} must be an int of at least {low}; got {n!r}")
     if type(workers) is not int or workers == 0: raise ValueError(f"workers must be an int: 1, 2, ..., or -1 for one per processor; got {workers!r}")

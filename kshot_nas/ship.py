@@ -33,10 +33,15 @@ def _published(path):
 # %% ../nbs/14_ship.ipynb #80ca42a9
 def _prepared(model, x):
     "A copy of `model` to export, and images to try it on"
+    if not isinstance(model, nn.Module): raise TypeError(f"model must be an nn.Module; got {model!r}")
+    if x is not None and not isinstance(x, Tensor): raise TypeError(f"x must be a tensor of some images; got {x!r}")
     if x is None and getattr(model, 'in_shape', None) is None: raise ValueError("the size of the images is not known: pass `x`, some images to compare on")
     if x is None: x = torch.randn(4, *model.in_shape, generator=torch.Generator().manual_seed(0))
     x = x.detach().as_subclass(Tensor).cpu()
-    return deepcopy(model).cpu().eval().requires_grad_(False),x if len(x) > 1 else torch.cat([x, x])
+    model = deepcopy(model).cpu().eval().requires_grad_(False)
+    try: model(x)
+    except Exception as e: raise ValueError(f"the model can't be run on x, images of shape {tuple(x.shape)}: {e}") from e
+    return model,x if len(x) > 1 else torch.cat([x, x])
 
 def _compare(model, run, x, what, tol):
     "Raise an error if `run` computes something else than `model`, on the images `x` or on one of them"
@@ -95,7 +100,7 @@ def save_model(
     saved = dict(format='kshot_nas model 1', arch=str(arch), build=build, in_shape=getattr(model, 'in_shape', None), info=info, weights=weights)
     with _published(path) as tmp:
         try:
-            torch.save(saved, tmp)
+            with open(tmp, 'wb') as f: torch.save(saved, f)                        # by its path, torch would write the temporary name into it
             torch.load(tmp, weights_only=True)
         except (AttributeError, TypeError, pickle.PickleError) as e:
             raise TypeError("build and info must hold nothing but numbers, text, tensors, and lists, tuples and dicts of them") from e
@@ -106,14 +111,16 @@ def load_model(
     supernet            # the function that made the supernet, such as `tiny_supernet`
 ) -> nn.Module:
     "The network in `path`, in evaluation mode, with its `arch` and the `info` that was stored along as attributes"
-    saved = torch.load(path, map_location='cpu', weights_only=True)
+    try: saved = torch.load(path, map_location='cpu', weights_only=True)
+    except FileNotFoundError: raise FileNotFoundError(f"there is no file {path}") from None
+    except Exception as e: raise ValueError(f"{path} is damaged, or was not written by `save_model` ({type(e).__name__})") from e
     if not isinstance(saved, dict) or saved.get('format') != 'kshot_nas model 1': raise ValueError(f"{path} was not written by `save_model`")
     try:
         model = supernet(k=1, **saved['build']).subnet(arch := Arch.parse(saved['arch']), weights='fresh')
         model.load_state_dict(saved['weights'])
-    except (RuntimeError, TypeError, ValueError) as e:
-        raise ValueError(f"{path} does not fit what {getattr(supernet, '__name__', supernet)} builds from {saved['build']}: is it the function the network was made with?") from e
-    model.arch,model.info,model.in_shape = arch,saved['info'],saved['in_shape']
+        model.arch,model.info,model.in_shape = arch,saved['info'],saved['in_shape']
+    except Exception as e:
+        raise ValueError(f"{path} does not fit what {getattr(supernet, '__name__', supernet)} builds from {saved.get('build')}: is it the function the network was made with?") from e
     return model.eval()
 
 # %% ../nbs/14_ship.ipynb #689f8b4a
@@ -144,7 +151,7 @@ def model_card(
                 flops=flops, parameters=params, budget_flops=max_flops, accuracy=measured,
                 data=dict(name=data, training_images=n_train, validation_images=n_valid, seen_by_search=not held_out), seeds=seeds, recipe=recipe or {},
                 versions=dict(python=platform.python_version(), **{m:_version(m) for m in ('kshot_nas', 'torch', 'fastai')}))
-    with _published(path) as tmp: tmp.write_text(_markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n', encoding='utf-8')
+    with _published(path) as tmp: tmp.write_text(_markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n', encoding='utf-8', errors='surrogateescape')
     return card
 
 def _version(name) -> str:

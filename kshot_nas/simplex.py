@@ -6,15 +6,15 @@
 __all__ = ['Coder', 'FixedCode', 'RandomCode', 'plot_codes', 'SimplexNet']
 
 # %% ../nbs/03_simplex.ipynb #0dc0d7b5
-import operator
 from hashlib import shake_256
+from numbers import Real
 
 import matplotlib.pyplot as plt
 import numpy as np, torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .space import Arch, SearchSpace
+from .space import Arch, SearchSpace, _sequence, _whole
 
 # %% ../nbs/03_simplex.ipynb #be6880af
 def _at_least_1(x, name):
@@ -39,7 +39,7 @@ class Coder(nn.Module):
 
     def forward(self, archs:list) -> Tensor:
         if isinstance(archs, Arch): raise TypeError(f"expected a list of Arch, got a single one ({archs}); write [arch]")
-        archs = [self.space.check(a) for a in archs]
+        archs = [self.space.check(a) for a in _sequence(archs, 'archs', '[arch]')]
         if not archs: raise ValueError("got an empty list; give at least one Arch")
         return self.codes(archs)
 
@@ -63,7 +63,7 @@ class RandomCode(Coder):
         per_layer:bool=False   # Beyond the paper: one code for every layer of ops instead of one per architecture
     ):
         super().__init__(space, k, per_layer)
-        self.seed = operator.index(seed)
+        self.seed = _whole(seed, 'seed')
 
     def codes(self, archs):
         n = int(np.prod(self.shape))
@@ -132,8 +132,8 @@ class SimplexNet(Coder):
     ):
         super().__init__(space, k, per_layer)
         hidden = _at_least_1(hidden, 'hidden')
-        if not 0 <= std < float('inf'): raise ValueError(f"std must be a finite number, 0 or above; got {std!r}")
-        generator = torch.Generator().manual_seed(operator.index(seed))
+        if not (isinstance(std, Real) and 0 <= std <= 1e6): raise ValueError(f"std must be a number from 0 to a million; got {std!r}")
+        generator = torch.Generator().manual_seed(_whole(seed, 'seed'))
         layers = [l for l in (space.ops, space.widths) if l]
         def branch(choices): return nn.Sequential(
             _linear(sum(map(len, choices)), hidden, len(choices)**-0.5, generator), nn.ReLU(),

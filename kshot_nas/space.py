@@ -26,12 +26,14 @@ def _sequence(xs, what:str, example:str)->tuple:
         raise TypeError(f"{what}: got {xs!r}; give a tuple or list such as {example}")
     return tuple(xs.tolist() if hasattr(xs, 'tolist') else xs)
 
-def _whole(x, what:str)->int:
+def _whole(x, what:str, below:float=10**18)->int:
     "`x` as a plain `int` from 0 up; a `bool` or a float is no index, even if it happens to be whole"
     wrong = f"{what} is {x!r} ({type(x).__name__}); give a whole number, 0 or above"
-    if isinstance(x, bool) or not hasattr(x, '__index__'): raise TypeError(wrong)
-    if operator.index(x) < 0: raise ValueError(wrong)
-    return operator.index(x)
+    try: res = operator.index(x)
+    except TypeError: raise TypeError(wrong) from None
+    if isinstance(x, bool): raise TypeError(wrong)
+    if not 0 <= res < below: raise ValueError(wrong + f' and below {below:.0e}'*(res > 0))
+    return res
 
 @dataclass(frozen=True, order=True)
 class Arch:
@@ -41,7 +43,7 @@ class Arch:
     def __post_init__(self):
         for name in ('ops', 'widths'):
             xs = _sequence(getattr(self, name), name, '(3, 0, 12)')
-            if set(map(type, xs)) - {int} or min(xs, default=0) < 0: xs = tuple(_whole(x, f'{name}[{i}]') for i,x in enumerate(xs))
+            if set(map(type, xs)) - {int} or not 0 <= min(xs, default=0) <= max(xs, default=0) < 10**18: xs = tuple(_whole(x, f'{name}[{i}]') for i,x in enumerate(xs))
             object.__setattr__(self, name, xs)
         if not self.ops + self.widths: raise ValueError("this Arch is empty; give at least one op or width index")
     def __str__(self): return '-'.join(map(str, self.ops)) + ('_' + '-'.join(map(str, self.widths)) if self.widths else '')
@@ -50,7 +52,7 @@ class Arch:
         "The architecture with the text `s`: op indices joined by `-`, and if there are widths `_` and theirs"
         form = "expected op indices such as '3-0-12', or ops and widths such as '3-0-12_4-4-1'"
         if not isinstance(s, str): raise TypeError(f"cannot read {s!r} ({type(s).__name__}); {form}")
-        if not re.fullmatch('(?=.)(N(-N)*)?(_N(-N)*)?'.replace('N', '(0|[1-9][0-9]*)'), s): raise ValueError(f"cannot read {s!r}; {form}")
+        if not re.fullmatch('(?=.)(N(-N)*)?(_N(-N)*)?'.replace('N', '(0|[1-9][0-9]{0,17})'), s): raise ValueError(f"cannot read {s!r}; {form}")
         return cls(*([int(i) for i in part.split('-') if i] for part in s.split('_')))
 
 # %% ../nbs/02_space.ipynb #b14ca668
@@ -148,7 +150,8 @@ def arch(self:SearchSpace,
         return _is_number(x) and math.isclose(x, choice, rel_tol=1e-6) if isinstance(choice, float) else x == choice
     genes = []
     for gene,(x,choices) in enumerate(zip(ops + widths, self.ops + self.widths)):
-        genes += [i for i,choice in enumerate(choices) if same(x, choice)][:1]
+        found = [i for i,choice in enumerate(choices) if same(x, choice)]
+        genes += [min(found, key=lambda i: abs(choices[i] - x))] if len(found) > 1 else found      # of ratios that hardly differ, the nearest
         if len(genes) == gene: raise ValueError(f"there is no {x!r} in {self._layer(gene)}; allowed are {', '.join(map(str, choices))}")
     return self._arch(genes)
 
@@ -192,7 +195,8 @@ def to_index(self:SearchSpace,
         for a in archs:
             if not isinstance(a, Arch) or len(a.ops) != len(self.ops) or len(a.widths) != len(self.widths): self.check(a)
         archs = np.fromiter(chain.from_iterable(chain(a.ops, a.widths) for a in archs), np.int64, n*len(archs)).reshape(-1, n)
-    index = torch.as_tensor(archs).cpu()
+    try: index = torch.as_tensor(archs).cpu()
+    except TypeError: raise TypeError(f"an index is of a whole dtype, not {archs.dtype}") from None
     if index.ndim != 2 or index.shape[1] != n: raise ValueError(f"an index of this space has shape (n, {n}), got {tuple(index.shape)}")
     if index.is_floating_point() or index.is_complex() or index.dtype is torch.bool:
         raise TypeError(f"an index is of a whole dtype, not {index.dtype}")
@@ -244,12 +248,14 @@ def decode(self:SearchSpace,
     widths:Tensor=None,  # One-hot widths; may be left out if the space has none
 )->list:
     "The list of `Arch` that two one-hot tensors stand for"
-    if widths is None: widths = ops[...,:0]
+    if not isinstance(ops, Tensor) or not isinstance(widths, Tensor|None): raise TypeError(f"expected tensors as `encode` gives them, got {ops!r:.100} and {widths!r:.100}")
+    if widths is None: widths = ops[...,:0] if ops.ndim else ops
+    if ops.is_complex() or widths.is_complex(): raise TypeError(f"one-hot is 0 and 1, not {ops.dtype} and {widths.dtype}")
     n_ops,n_widths = (sum(map(len, choices)) for choices in (self.ops, self.widths))
     if ops.ndim != 2 or ops.shape[1] != n_ops or widths.shape != (len(ops), n_widths):
         got = f'{tuple(ops.shape)} and {tuple(widths.shape)}'
         raise ValueError(f"expected shapes (n, {n_ops}) for ops and (n, {n_widths}) for widths, got {got}")
-    layers = torch.cat([ops, widths], 1).cpu().split(self.counts, 1)
+    layers = torch.cat([ops, widths], 1).cpu().float().split(self.counts, 1)
     index = torch.stack([x.argmax(1) for x in layers], 1)
     for gene,x in enumerate(layers):
         bad = (x != torch.eye(x.shape[1])[index[:,gene]]).any(1)
@@ -261,7 +267,7 @@ def decode(self:SearchSpace,
 # %% ../nbs/02_space.ipynb #f1a60fc6
 def _uniforms(seed:int|None, stream:tuple|bytes, start:int, n:int, size:int)->np.ndarray:
     "Rows `start` to `start+n` of the endless table of random numbers in [0,1) that belongs to `seed` and `stream`"
-    key = np.random.SeedSequence(None if seed is None else _whole(seed, 'seed'), spawn_key=tuple(stream)).generate_state(2, np.uint64)
+    key = np.random.SeedSequence(None if seed is None else _whole(seed, 'seed', math.inf), spawn_key=tuple(stream)).generate_state(2, np.uint64)
     blocks = -(-size//4)
     words = np.random.Philox(key=key, counter=start*blocks).random_raw(n*blocks*4).reshape(n, blocks*4)
     return (words[:,:size] >> np.uint64(11)) * 2.**-53  # the upper 53 bits, as many as a float64 holds
@@ -287,7 +293,7 @@ def _fair(self:SearchSpace, seed:int, start:int, n:int)->np.ndarray:
 def _cost_chances(cost:tuple, bands:int=16, steps:int=2048)->tuple:
     "The cost of each choice in steps; and, added up, the chances of each total and those of each choice given the steps left"
     spread = sum(max(c) - min(c) for c in cost)
-    units = [np.rint((np.array(c) - min(c)) * (steps/spread if spread else 0)).astype(int) for c in cost]
+    units = [np.rint((np.array(c) - min(c)) / (spread or 1) * steps).astype(int) for c in cost]
     n = 1 + sum(u.max() for u in units)  # totals run from 0 to n-1
     left,choices = np.eye(1, n)[0],[]                                              # P_G(r) = [r = 0]
     for u in reversed(units):
@@ -315,10 +321,11 @@ def _cost_table(self:SearchSpace, cost)->tuple:
     "`cost` as a tuple of tuples, checked"
     want = f"cost is one number per op for each of {len(self.ops)} layers, then one per ratio for each of {len(self.widths)} width layers"
     if cost is None: raise ValueError(f"how='balanced' needs a cost, got none; {want}")
-    cost = [np.asarray(c, dtype=float) for c in _sequence(cost, 'cost', '[(3, 9, 0)]*5')]
+    try: cost = [np.asarray(c, dtype=float) for c in _sequence(cost, 'cost', '[(3, 9, 0)]*5')]
+    except (ValueError, OverflowError) as e: raise ValueError(f"cost is {cost!r:.200}: {e}; {want}") from None
     if len(cost) != len(self.counts): raise ValueError(f"cost has {len(cost)} rows instead of {len(self.counts)}; {want}")
     for gene,(c,count) in enumerate(zip(cost, self.counts)):
-        if c.shape != (count,) or not np.isfinite(c).all() or (c < 0).any():
+        if c.shape != (count,) or not ((0 <= c) & (c < 1e300)).all():
             raise ValueError(f"the cost of {self._layer(gene)} is {c.tolist()}; give {count} finite numbers, none of them negative; {want}")
     return tuple(tuple(c.tolist()) for c in cost)
 
@@ -333,7 +340,7 @@ def sample(self:SearchSpace,
     as_index:bool=False,  # Return an index, `(n, layers + width layers)`, instead of a list of `Arch`
 )->list|Tensor:
     "Architectures `start` to `start+n` of the endless stream that belongs to `seed` and `how`"
-    n,start,hows = _whole(n, 'n'),_whole(start, 'start'),('uniform', 'fair', 'balanced')
+    n,start,hows = _whole(n, 'n'),_whole(start, 'start', 10**60),('uniform', 'fair', 'balanced')
     if how not in hows: raise ValueError(f"how is {how!r}; choose one of {', '.join(hows)}")
     if how != 'balanced' and cost is not None: raise ValueError(f"how={how!r} takes no cost; leave it out, or use how='balanced'")
     extra = (self._cost_table(cost),) if how == 'balanced' else ()
@@ -350,7 +357,7 @@ def mutate(self:SearchSpace,
     seed:int=None,  # The same seed gives the same mutant; None a fresh one each time
 )->Arch:
     "`arch` with at least one choice changed, if there is another: ops jump anywhere, widths step to a neighbour"
-    if not 0 <= p <= 1: raise ValueError(f"p is {p!r}; give a probability, 0 to 1")
+    if not (_is_number(p) and 0 <= p <= 1): raise ValueError(f"p is {p!r}; give a probability, 0 to 1")
     old,counts = self.to_index([arch])[0].numpy(),np.array(self.counts)
     luck,order,pick = _uniforms(seed, b'mutate', 0, 3, len(counts))
     change,free = luck < p,counts > 1
@@ -390,6 +397,6 @@ def from_json(cls:SearchSpace, s:str)->SearchSpace:
     form = 'expected JSON such as {"ops": [["conv3x3", "identity"]], "widths": [[0.5, 1.0]]}'
     if not isinstance(s, (str, bytes)): raise TypeError(f"cannot read {s!r} ({type(s).__name__}); {form}")
     try: d = json.loads(s)
-    except ValueError as e: raise ValueError(f"cannot read {s!r}: {e}; {form}") from None
-    if not isinstance(d, dict) or not {'ops'} <= d.keys() <= {'ops','widths'}: raise ValueError(f"cannot read {s!r}; {form}")
+    except (ValueError, RecursionError) as e: raise ValueError(f"cannot read {s!r:.200}: {e}; {form}") from None
+    if not isinstance(d, dict) or not {'ops'} <= d.keys() <= {'ops','widths'}: raise ValueError(f"cannot read {s!r:.200}; {form}")
     return cls(**d)

@@ -6,6 +6,7 @@
 __all__ = ['OpChoice', 'WidthChoice', 'Supernet']
 
 # %% ../nbs/05_supernet.ipynb #84492009
+import copy
 from collections.abc import Iterable, Iterator
 
 import matplotlib.pyplot as plt
@@ -13,7 +14,7 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .layers import KLayer, kshotify, merge, recalibrate, track_stats
+from .layers import KLayer, check_code, kshotify, merge, recalibrate, track_stats
 from .space import Arch, SearchSpace
 
 # %% ../nbs/05_supernet.ipynb #479950f0
@@ -26,6 +27,8 @@ class OpChoice(nn.Module):
         super().__init__()
         if not isinstance(ops, dict) or not ops: raise ValueError(f"OpChoice needs a dict of at least one named module; got {ops!r}")
         for n,o in ops.items():
+            if not isinstance(n, str) or not n or '.' in n or hasattr(nn.ModuleDict, n):
+                raise ValueError(f"an operation can't have the name {n!r}: torch wants text without dots that is no name of its own, such as 'conv3'")
             if not isinstance(o, nn.Module): raise TypeError(f"the operation {n!r} of an OpChoice must be an nn.Module; got {o!r}")
         self.ops,self.group,self.active = nn.ModuleDict(ops),group,0
 
@@ -41,7 +44,7 @@ class WidthChoice:
     "Ratios to which the filters of a layer may be cut; call it with the layers"
     def __init__(self,
         ratios:Iterable # shares of the filters: increasing, above 0, at most 1
-    ): self.ratios = tuple(ratios)
+    ): self.ratios = SearchSpace((), (ratios,)).widths[0]             # which checks them
 
     def __call__(self,
         layer:nn.Module # a convolution or linear layer
@@ -51,7 +54,7 @@ class WidthChoice:
         layer.width_choice = self
         return layer
 
-    def n_filters(self, layer) -> list:
+    def n_filters(self, layer:nn.Module) -> list:
         "How many filters `layer` keeps at each ratio: at least one"
         n = getattr(layer, 'out_channels', getattr(layer, 'out_features', None))
         return [max(1, round(n*r)) for r in self.ratios]
@@ -59,6 +62,12 @@ class WidthChoice:
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
 # %% ../nbs/05_supernet.ipynb #f56e8cb7
+def _check_in_shape(shape):
+    "`shape` as a tuple, if it is a shape"
+    if not isinstance(shape, (tuple, list)) or not shape or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"in_shape must be the shape of one input, such as (3, 224, 224); got {shape!r}")
+    return tuple(shape)
+
 class Supernet(nn.Module):
     "All architectures of a module with choices, sharing `k` items of every weight"
     def __init__(self,
@@ -72,7 +81,7 @@ class Supernet(nn.Module):
         super().__init__()
         self.net = kshotify(module, k, noise=noise, running=running, skip=skip)
         self.before,self.stack = None,[]                                  # for `with net.use(...)`
-        self.code,self.in_shape = self.net.code,None if in_shape is None else tuple(in_shape)
+        self.code,self.in_shape = self.net.code,None if in_shape is None else _check_in_shape(in_shape)
         self.choices,self.cuts = {},{}        # the op choices of each layer; the layers of each width choice, with their filters at each ratio
         for m in self.net.modules():
             if isinstance(m, OpChoice): self.choices.setdefault(id(m) if m.group is None else m.group, []).append(m)
@@ -83,10 +92,15 @@ class Supernet(nn.Module):
         self.choices,self.space = list(self.choices.values()),SearchSpace([cs[0].names for cs in self.choices.values()], [w.ratios for w in self.cuts])
         self._number_layers()
         self._set(Arch([0]*len(self.space.ops), [len(r)-1 for r in self.space.widths]))
+        if self.in_shape is not None: self._check_outputs()
 
     @property
     def k(self) -> int: return self.code.k
-    def forward(self, x): return self.net(x)
+    def forward(self, x):
+        if (s := self.in_shape) is not None and not (isinstance(x, Tensor) and x.is_floating_point() and x.ndim == len(s)+1 and (len(s) != 3 or x.shape[1] == s[0])):
+            got = f'{x.dtype} of shape {tuple(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"this supernet takes batches of float inputs of shape {s}; got {got}")
+        return self.net(x)
 
 # %% ../nbs/05_supernet.ipynb #57f7e5d8
 @patch
@@ -98,6 +112,30 @@ def _set(self:Supernet, arch, lam=None):
         for m,n_filters in layers: m._width = n_filters[i]
     self.arch = arch
     if lam is not None: self.code.lam = lam
+
+@patch
+def _without_weights(self:Supernet) -> Supernet:
+    "A copy on torch's `meta` device, where tensors have a shape and no content; norms and activations, which don't change it, do nothing"
+    memo = {id(t):torch.empty_like(t, device='meta') for t in self.buffers()}
+    memo |= {id(p):nn.Parameter(torch.empty_like(p, device='meta'), requires_grad=False) for p in self.parameters()}
+    res = copy.deepcopy(self, memo)
+    for m in res.modules():
+        keeps_shape = type(m).__module__ in ('torch.nn.modules.activation', 'torch.nn.modules.dropout') and not isinstance(m, (nn.GLU, nn.MultiheadAttention))
+        if keeps_shape or isinstance(m, (nn.modules.batchnorm._BatchNorm, nn.LayerNorm)): m.forward = lambda x: x
+    return res
+
+@patch
+def _check_outputs(self:Supernet):
+    "Refuse operations of one choice that put out different shapes; layers after them would silently cut their weights to fit"
+    net,odd = self._without_weights().eval(),[]
+    def compare(m, args):
+        shapes = {n:tuple(o.shape[1:]) for n,op in m.ops.items() if isinstance(o := op(*args), Tensor)}
+        if len(set(shapes.values())) > 1: odd.append(shapes)
+    for cs in net.choices:
+        for c in cs: c.register_forward_pre_hook(compare)
+    try: net(torch.empty(2, *self.in_shape, device='meta'))
+    except Exception: pass                                        # a network that can't do without content
+    if odd: raise ValueError(f"the operations of a choice must put out the same shape; got {odd[0]}")
 
 @patch
 def _number_layers(self:Supernet):
@@ -120,7 +158,9 @@ def use(self:Supernet,
 ) -> Supernet:  # the supernet itself, which as a context manager restores what was
     "Be the network `arch` with the weights that `lam` mixes"
     self.space.check(arch)
-    before = self.arch,self.code.lam
+    before,rows = (self.arch, self.code.lam),max(1, len(self.choices))
+    if lam is not None and (lam := check_code(lam, self.k)).ndim == 2 and len(lam) != rows:
+        raise ValueError(f"a code with a row per layer has {rows} rows here; got {len(lam)}")
     self.code.set(lam)
     self._set(arch)
     self.before = before

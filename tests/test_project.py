@@ -1,13 +1,16 @@
 "What keeps the notebooks, the package and the README one thing. What the library does is tested in the notebooks themselves."
 import ast
 import filecmp
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -113,6 +116,26 @@ def test_no_undefined_or_unused_names():
     res = run(sys.executable, '-m', 'pyflakes', *files, cwd=root)
     assert res.returncode == 0, res.stdout
 
+def public():
+    "Functions and methods of the package by name, without those that take the types of a parent's method"
+    for mod in map(importlib.import_module, (f'kshot_nas.{m}' for m in sorted(modules))):
+        for name in mod.__all__:
+            o = getattr(mod, name)
+            if inspect.isfunction(o): yield f'{mod.__name__}.{name}',o
+            for n,f in vars(o).items() if inspect.isclass(o) else ():
+                ours = inspect.isfunction(f) and f.__module__.startswith('kshot_nas.') and not any(n in vars(c) for c in o.__mro__[1:])
+                if n == '__init__' or (ours and not n.startswith('_')): yield f'{mod.__name__}.{name}.{n}',f
+
+# What may be given in several forms, which the comment beside it tells.
+any_form = set('path folder file dls supernet learn bench pred true seeds n_high lam archs params x o'.split())
+
+def test_public_functions_have_types():
+    "A parameter has a type, or a default that shows it, or takes several"
+    params = [(name, p) for name,f in public() for p in inspect.signature(f).parameters.values() if p.kind < p.VAR_POSITIONAL and p.name != 'self']
+    assert len(params) > 300
+    bare = [f'{name}({p.name})' for name,p in params if p.default is p.empty and p.annotation is p.empty and p.name not in any_form]
+    assert not bare, '\n'.join(bare)
+
 def test_readme_is_the_index_notebook():
     spec = importlib.util.spec_from_file_location('readme', root/'tools/readme.py')
     readme = importlib.util.module_from_spec(spec); spec.loader.exec_module(readme)
@@ -144,6 +167,10 @@ def test_wheel_works_elsewhere(tmp_path):
     res = run(*pip, 'wheel', '--no-deps', '--no-build-isolation', '-w', out, src, cwd=tmp_path)
     assert res.returncode == 0, res.stderr
     wheel, = out.glob('*.whl')
+    with zipfile.ZipFile(wheel) as z: held,size = set(z.namelist()),sum(i.file_size for i in z.infolist())
+    needed = {f'kshot_nas/{p.name}' for p in (root/'kshot_nas').iterdir() if p.suffix in ('.py', '.npz')}
+    about = {f"kshot_nas-{cfg['version']}.dist-info/{n}" for n in ('METADATA', 'WHEEL', 'RECORD', 'entry_points.txt', 'top_level.txt', 'licenses/LICENSE')}
+    assert held == needed | about and size < 10**6, (held ^ (needed | about), size)
     res = run(*pip, 'install', '--no-deps', '--target', lib, wheel, cwd=tmp_path)
     assert res.returncode == 0, res.stderr
     mods = ', '.join(f'kshot_nas.{m}' for m in sorted(modules))

@@ -1,4 +1,4 @@
-"Searches that are killed, share an archive, run out of disk, may not write, or have others do the work."
+"Searches that are killed, share an archive, run out of disk, may not write, find it damaged, or have others do the work."
 import os
 import random
 import resource
@@ -20,7 +20,7 @@ from kshot_nas.archive import Archive, read_archive
 from kshot_nas.cost import CostTable
 from kshot_nas.learner import kshot_learner
 from kshot_nas.problem import ArchProblem, landscape
-from kshot_nas.search import search
+from kshot_nas.search import _work, search
 from kshot_nas.tiny import tiny_supernet
 
 net   = tiny_supernet(k=1)
@@ -159,6 +159,45 @@ def test_read_only(tmp_path, folder_mode):
     assert 'a.db cannot be used: ' in told and 'Allow writing to it and to its folder' in told
     assert archive.read_bytes() == before and len(read_archive(archive)) == 40
 
+# Images that are gone, and damaged archives ----------------------------------------------------------------------------------
+
+def test_images_are_gone_for_a_while(straight, tmp_path):
+    calls = []
+    def robbed(arch):
+        calls.append(arch)
+        if len(calls) == 30: raise FileNotFoundError('no such file: cat.jpg')
+        return acc(arch)
+    problem = ArchProblem(space, robbed, table)
+    with pytest.raises(FileNotFoundError, match='cat.jpg') as e: quiet(problem, archive=tmp_path/'a.db')
+    assert e.value.found.history.equals(straight[:29])
+    assert quiet(problem, archive=tmp_path/'a.db').history.equals(straight)         # nothing is held against an architecture
+    assert len(calls) == 201
+
+def damaged(data, rng):
+    "Truncated, with a bit flipped, or with a stretch of something else"
+    i,kind = rng.randrange(len(data)),rng.choice(['truncated', 'flipped', 'foreign'])
+    if kind == 'truncated': return kind,data[:i]
+    if kind == 'flipped': return kind,data[:i] + bytes([data[i] ^ 1 << rng.randrange(8)]) + data[i+1:]
+    return kind,data[:i] + rng.randbytes(n := min(rng.choice((8, 100, 4096)), len(data)-i)) + data[i+n:]
+
+@pytest.mark.parametrize('n', [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_damaged_archive(straight, tmp_path, n):
+    "It is told of, or makes no difference"
+    quiet(ArchProblem(space, acc, table), archive=tmp_path/'good.db', gens=4)
+    data,rng,told = (tmp_path/'good.db').read_bytes(),random.Random(),0
+    for i in range(n):
+        (tmp_path/'a.db').write_bytes((bad := damaged(data, rng))[1])
+        try: assert quiet(ArchProblem(space, acc, table), archive=tmp_path/'a.db', gens=4).history.equals(straight[:80]), bad
+        except (OSError, ValueError) as e:
+            told += 1
+            assert str(e).count(str(tmp_path/'a.db')) == 1 and ('archive' in str(e) or 'another program' in str(e)), (e, bad)
+        for name in 'a.db-wal', 'a.db-shm': (tmp_path/name).unlink(missing_ok=True)
+        (tmp_path/'a.db').write_bytes(bad[1])
+        try: assert all(acc(row.arch) == row.accuracy for row in read_archive(tmp_path/'a.db').itertuples()), bad
+        except (OSError, ValueError) as e: assert str(tmp_path/'a.db') in str(e), (e, bad)
+        for name in 'a.db-wal', 'a.db-shm': (tmp_path/name).unlink(missing_ok=True)
+    assert n//4 < told < n
+
 # Others do the work ----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
@@ -178,15 +217,45 @@ def test_workers_agree(learn, tmp_path):
     assert two.equals(one)                                                          # to the last bit
     assert read_archive(tmp_path/'a.db').arch.tolist() == one.arch.tolist()
 
-class Deadly:
-    "An evaluator that ends the process that uses it"
-    def __call__(self, arch): os._exit(1)
+class Patient:
+    "An evaluator that takes its time over `first`: until nine others are in the archive"
+    def __init__(self, archive, first): self.archive,self.first = archive,first
+    def __call__(self, arch):
+        end = time.monotonic() + 60
+        while arch == self.first and len(read_archive(self.archive)) < 9:
+            if time.monotonic() > end: raise TimeoutError('nobody else has a result')
+            time.sleep(0.05)
+        return acc(arch)
 
-def test_worker_dies(tmp_path):
-    problem = ArchProblem(space, Deadly(), table)
-    with pytest.raises(Exception) as e: quiet(problem, workers=2)
+def test_results_do_not_wait_for_a_slow_one(straight, tmp_path):
+    problem = ArchProblem(space, Patient(tmp_path/'a.db', straight.arch[0]), table)
+    assert quiet(problem, workers=2, archive=tmp_path/'a.db', gens=1).history.equals(straight[:20])
+    assert read_archive(tmp_path/'a.db').arch.tolist().index(straight.arch[0]) >= 9
+
+class Mortal(Noted):
+    "An evaluator that ends the process that uses it, the first time that it sees `last`"
+    def __init__(self, log, last): super().__init__(log); self.last = last
+    def __call__(self, arch):
+        if arch == self.last and str(arch) not in noted(self.log):
+            super().__call__(arch)
+            os._exit(1)
+        return super().__call__(arch)
+
+def test_worker_dies(straight, tmp_path):
+    archive,log,last = tmp_path/'a.db',tmp_path/'log',straight.arch[47]             # in the midst of the third generation
+    log.touch()
+    problem = ArchProblem(space, Mortal(log, last), table)
+    with pytest.raises(Exception) as e: quiet(problem, workers=2, archive=archive)
     assert 'worker' in str(e.value).lower() or 'process' in str(e.value).lower()
-    assert e.value.found.interrupted and len(e.value.found.history) == 0
+    found,held = e.value.found,read_archive(archive)
+    assert found.interrupted and found.history.equals(straight[:len(found.history)]) and 40 <= len(found.history) < 48
+    assert held.accuracy.tolist() == [acc(a) for a in held.arch] and last not in set(held.arch)
+    before = noted(log)
+    assert quiet(problem, archive=archive).history.equals(straight)
+    assert not set(noted(log)[len(before):]) & set(map(str, held.arch))             # what was done is not done again
+
+def test_worker_with_other_versions():
+    with pytest.raises(RuntimeError, match="'torch': '1.0'.*install the same versions on all machines"): _work('key', None, dict(kshot_nas='0.0', torch='1.0'), 1, 'accuracy', None)
 
 def test_dask(learn):
     distributed = pytest.importorskip('distributed')
