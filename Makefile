@@ -45,7 +45,7 @@ docs: $(READY) ## Build the docs site in _docs, with Quarto where there is one
 	if command -v quarto >/dev/null; then $(BIN)/nbdev_docs; else $(BIN)/python tools/docs.py; fi
 
 clean: ## Remove the environments and everything that was built
-	rm -rf .venv .venv-latest _docs _proc build dist *.egg-info runs
+	rm -rf .venv .venv-latest _docs _proc build dist *.egg-info runs .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): $(SETUP)
@@ -55,5 +55,5 @@ $(READY): $(SETUP)
 
 .venv-latest/.ready: $(SETUP)
 	$(PYTHON) -m venv .venv-latest
-	$(LATEST)/pip install --quiet --upgrade --upgrade-strategy eager --editable . accelerate pytest pyflakes setuptools pyyaml
+	$(LATEST)/pip install --quiet --upgrade --upgrade-strategy eager --editable . accelerate pytest hypothesis pyflakes setuptools pyyaml
 	touch $@

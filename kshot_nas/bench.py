@@ -127,7 +127,7 @@ def build(
 def _read_table(file:Path, widths:bool) -> dict:
     "The arrays of a table that `build` has written, checked"
     try:
-        with np.load(file) as f: table = {n:f[n] for n in ('archs', 'valid', 'test', 'params', 'flops')}
+        with open(file, 'rb') as o, np.load(o) as f: table = {n:f[n] for n in ('archs', 'valid', 'test', 'params', 'flops')}
         table['archs'] = archs = [_net(widths).space.check(Arch.parse(str(a))) for a in table['archs']]
         for name,most in dict(valid=497, test=3000).items():
             if table[name].shape != (len(archs), *table['test'].shape[1:2]) or not 0 < table[name].size or not ((0 <= table[name]) & (table[name] <= most)).all():

@@ -34,7 +34,7 @@ def _published(path):
 def _prepared(model, x):
     "A copy of `model` to export, and images to try it on"
     if not isinstance(model, nn.Module): raise TypeError(f"model must be an nn.Module; got {model!r}")
-    if x is not None and not isinstance(x, Tensor): raise TypeError(f"x must be a tensor of some images; got {x!r}")
+    if x is not None and not (isinstance(x, Tensor) and x.is_floating_point() and x.ndim and len(x)): raise TypeError(f"x must be a float tensor of some images; got {x!r:.100}")
     if x is None and getattr(model, 'in_shape', None) is None: raise ValueError("the size of the images is not known: pass `x`, some images to compare on")
     if x is None: x = torch.randn(4, *model.in_shape, generator=torch.Generator().manual_seed(0))
     x = x.detach().as_subclass(Tensor).cpu()

@@ -35,6 +35,7 @@ def run(nb):
 
 def main(names):
     def coverage(*args): return subprocess.run([sys.executable, '-m', 'coverage', *map(str, args)], cwd=root, env={**os.environ, 'IN_TEST': '1'}).returncode
+    (root/'runs').mkdir(exist_ok=True)
     coverage('erase')
     failed = [nb.name for nb in nbs if (not names or nb.stem in names) and coverage('run', __file__, nb)]
     if not names or 'tests' in names: coverage('run', '-m', 'pytest', '-q') and failed.append('tests')
