@@ -8,7 +8,7 @@ NBTEST := OMP_NUM_THREADS=1 $(BIN)/nbdev_test
 SETUP  := settings.ini setup.py pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-latest docs bench bench-full ablations readme clean
+.PHONY: help demo test test-slow test-latest coverage docs bench bench-full ablations readme clean
 
 help: ## Say what each target does
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ test-slow: $(READY) ## The same, with the cells and tests flagged slow
 
 test-latest: .venv-latest/.ready ## tests/ with the newest fastai and without nbdev
 	$(LATEST)/python -m pytest
+
+coverage: $(READY) ## Which lines of the package notebooks and tests run, in about half an hour
+	$(BIN)/python tools/cover.py
 
 readme: $(READY) ## Write README.md from nbs/index.ipynb
 	$(BIN)/python tools/readme.py

@@ -9,7 +9,6 @@ __all__ = ['ArchCrossover', 'ArchMutation', 'NewAndAffordable', 'PaperNSGA2', 's
 import hashlib, inspect, threading
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from importlib.metadata import version
 
 import cloudpickle, joblib
 import numpy as np, pandas as pd, torch
@@ -22,6 +21,7 @@ from pymoo.core.duplicate import DuplicateElimination
 from pymoo.core.mutation import Mutation
 from pymoo.core.population import Population
 
+import kshot_nas
 from .archive import Archive, fingerprint
 from .cost import CostTable
 from .found import SearchResult, direction
@@ -100,7 +100,7 @@ def _everything(problem, pop, gens, parents, seed):
 _hows = dict(nsga2=_nsga2, random=_random, all=_everything)
 
 # %% ../nbs/12_search.ipynb #386e9524
-def _versions(): return {m:version(m).split('+')[0] for m in ('kshot_nas', 'torch')}
+def _versions(): return {m.__name__:m.__version__.split('+')[0] for m in (kshot_nas, torch)}
 
 def _work(key, package, versions, threads, metric, arch):
     "What a worker does: unpack the evaluator unless it has it, and use it"
