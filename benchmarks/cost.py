@@ -1,6 +1,6 @@
 """What K-shot weight sharing costs, as ratios within one run: time of a step, of an evaluation, memory, and how they grow.
 
-    python benchmarks/cost.py              # the quick set: under five minutes
+    python benchmarks/cost.py              # the quick set: about six minutes
     python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows: about an hour
 
 Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures and images, and the fastest
@@ -35,6 +35,7 @@ from kshot_nas.space import Arch
 from kshot_nas.tiny import tiny_supernet
 
 keep = dict(MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**33), MALLOC_TOP_PAD_=str(2**28))   # don't give memory back between steps
+turns = 5                                     # how often each thing is measured; the quick set has fewer
 device = 'cuda' if torch.cuda.is_available() else 'cpu'
 spaces = {'MobileNet 224': mobilenet_supernet,
           'MobileNet 32':  lambda k: mobilenet_supernet(k, size=32, n_out=10, strides=(1,1,2,2,1,2,1)),
@@ -105,7 +106,7 @@ def items_step(space, bs, n, ks) -> pd.DataFrame:
     for i,arch in enumerate(net.space.sample(n, seed=0)):
         model = net.subnet(arch).train()
         opt = sgd(model.parameters())
-        for turn in range(5):                                               # the first one makes momentum and kernels, and does not count
+        for turn in range(turns):                                           # the first one makes momentum and kernels, and does not count
             for name in rng.permutation([*steps, 'plain network']):
                 row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch)) if name in steps else dict(step=plain(model, opt))
                 if turn: rows.append(dict(run=name, arch=i, **row))
@@ -118,7 +119,7 @@ def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
     x,y = batch(items.net, bs)
     for i in range(n):
         archs = items.net.space.sample(n_paths, seed=0, start=i*n_paths)
-        for turn in range(3):                                               # the first one pays for kernels and momentum
+        for turn in range(max(2, turns-2)):                                    # the first one pays for kernels and momentum
             both = np.mean([items(a, x, y)['step'] for a in archs]),codes(archs, x, y)
             if turn: rows += [dict(run=name, arch=i, step=t) for name,t in zip(('items', 'codes'), both)]
     return ratios(rows, 'items')
@@ -129,7 +130,7 @@ def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
     x,_ = batch(nets['K=1'], bs)
     for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
         models = {'plain network': nets['K=1'].subnet(arch).train()} | nets     # train: batch statistics, as the supernets use them
-        for turn in range(5):
+        for turn in range(turns):
             for name in rng.permutation(list(models)):
                 if name in nets: nets[name]._set(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))      # forgets what was merged
                 t = clock()
@@ -237,14 +238,15 @@ def main():
     args = p.parse_args()
     torch.set_num_threads(1)
     if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
-    n,ks = (6, (1, 2, 4, 8, 12)) if args.full else (2, (1, 8))
+    global turns
+    n,ks,turns = (6, (1, 2, 4, 8, 12), 5) if args.full else (2, (1, 8), 3)
     sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
-    jobs = {f'step for the items, {s}, batch {bs}': partial(items_step, s, bs, n, ks) for s,bs in sizes}
+    jobs = {f'step for the items, {s}, batch {bs}': partial(items_step, s, bs, n if args.full or s != 'MobileNet 32' else 1, ks) for s,bs in sizes}
     if args.full: jobs |= {'step for the items, MobileNet 224, batch 64': partial(items_step, 'MobileNet 224', 64, 3, (1, 8)),
                            'step for the codes, MobileNet 224, batch 64': partial(codes_step, 'MobileNet 224', 64, 1)}
-    for s,bs in sizes: jobs |= {f'step for the codes, {s}, batch {bs}': partial(codes_step, s, bs, n//3 or 1), f'evaluation, {s}, batch {bs}': partial(evaluation, s, bs, n)}
-    for s,bs in [('MobileNet 32', 16), ('NAS-Bench-201', 16)]: jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
-    for s,bs in [('MobileNet 224', 4), ('NAS-Bench-201', 128)] + [('MobileNet 224', 16)]*args.full: jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs)
+    for s,bs in sizes if args.full else sizes[:1]: jobs |= {f'step for the codes, {s}, batch {bs}': partial(codes_step, s, bs, n//3 or 1), f'evaluation, {s}, batch {bs}': partial(evaluation, s, bs, n)}
+    for s,bs in [('MobileNet 32', 16)] + [('NAS-Bench-201', 16)]*args.full: jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
+    for s,bs in [('MobileNet 224', 4)] + [('NAS-Bench-201', 128), ('MobileNet 224', 16)]*args.full: jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs)
     jobs |= {'machinery': machinery} | ({'growth': growth} if args.full else {})
     if args.table:
         df = jobs[args.table]()
