@@ -63,7 +63,38 @@ def _check_inputs(net, x):
     if x.dtype != dtype: raise TypeError(f"the inputs of the data are {x.dtype} and the weights of the supernet {dtype}: convert one to the other, say by `x.float()`")
 
 # %% ../nbs/10_learner.ipynb #74d13fb3
+def _make_net(dls, supernet, k, n_in, n_out, seed, kwargs) -> Supernet:
+    "The supernet for the data of `dls`, made or as it was given, after a check that they go together"
+    if not callable(supernet): raise TypeError(f"supernet must be a Supernet, or a function that makes one, such as `tiny_supernet`; got {supernet!r}")
+    if isinstance(supernet, Supernet):
+        net = supernet
+        try: x = dls.one_batch()[0]
+        except Exception: x = None                                  # there is nothing to look at yet
+        if kwargs: raise TypeError(f"unexpected arguments {', '.join(kwargs)}: the supernet is made already")
+    else:
+        if n_out is None: n_out = get_c(dls)
+        if not n_out: raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
+        n_in,x = _infer_shape(dls, n_in)
+        shape = tuple(x.shape[1:])
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if 'size' in inspect.signature(supernet).parameters and len(shape) == 3: kwargs.setdefault('size', shape[1] if shape[1] == shape[2] else shape[1:])
+            net = supernet(k=k, n_in=n_in, n_out=n_out, **kwargs)
+        if not isinstance(net, Supernet): raise TypeError(f"{supernet!r} must make a Supernet; it made {net!r:.100}")
+    if isinstance(x, Tensor): _check_inputs(net, x)
+    return net
+
 _coders = dict(simplex=SimplexNet, fixed=FixedCode, random=RandomCode)
+
+def _make_coder(code, net, seed) -> Coder:
+    "The coder of a supernet, by name or by what makes one"
+    if not callable(code) and not (isinstance(code, str) and code in _coders): raise ValueError(f"code must be one of {', '.join(map(repr, _coders))}, or make a Coder; got {code!r}")
+    make = code if callable(code) else _coders[code]
+    coder = make(net.space, net.k, **(dict(seed=seed) if 'seed' in inspect.signature(make).parameters else {}))
+    if not isinstance(coder, Coder) or coder.k != net.k: raise TypeError(f"code must make a Coder with k={net.k}; {make!r} made {coder!r:.100}")
+    return coder
+
+# %% ../nbs/10_learner.ipynb #2dea7a9e
 _learner_args = set(inspect.signature(Learner.__init__).parameters) - {'self', 'dls', 'model', 'splitter', 'opt_func', 'metrics', 'cbs'}
 
 def kshot_learner(
@@ -93,30 +124,11 @@ def kshot_learner(
     "A learner for the supernet that `supernet` makes for the data of `dls`"
     if preset not in (None, 'paper') or (preset and pace): raise ValueError(f"preset must be None, or 'paper' without `pace`; got preset={preset!r}, pace={pace!r}")
     pace = preset is None if pace is None else pace
-    if not callable(code) and not (isinstance(code, str) and code in _coders): raise ValueError(f"code must be one of {', '.join(map(repr, _coders))}, or make a Coder; got {code!r}")
     for name,n in dict(k=k, warmup=warmup).items():
         if type(n) is not int or n < (name == 'k'): raise ValueError(f"{name} must be an int of at least {int(name == 'k')}; got {n!r}")
     learner_kw,seed = {n:kwargs.pop(n) for n in list(kwargs) if n in _learner_args},_whole(seed, 'seed')
-    if not callable(supernet): raise TypeError(f"supernet must be a Supernet, or a function that makes one, such as `tiny_supernet`; got {supernet!r}")
-    if isinstance(supernet, Supernet):
-        net = supernet
-        try: x = dls.one_batch()[0]
-        except Exception: x = None                                  # there is nothing to look at yet
-        if kwargs: raise TypeError(f"unexpected arguments {', '.join(kwargs)}: the supernet is made already")
-    else:
-        if n_out is None: n_out = get_c(dls)
-        if not n_out: raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
-        n_in,x = _infer_shape(dls, n_in)
-        shape = tuple(x.shape[1:])
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            if 'size' in inspect.signature(supernet).parameters and len(shape) == 3: kwargs.setdefault('size', shape[1] if shape[1] == shape[2] else shape[1:])
-            net = supernet(k=k, n_in=n_in, n_out=n_out, **kwargs)
-        if not isinstance(net, Supernet): raise TypeError(f"{supernet!r} must make a Supernet; it made {net!r:.100}")
-    if isinstance(x, Tensor): _check_inputs(net, x)
-    make = code if callable(code) else _coders[code]
-    coder = make(net.space, net.k, **(dict(seed=seed) if 'seed' in inspect.signature(make).parameters else {}))
-    if not isinstance(coder, Coder) or coder.k != net.k: raise TypeError(f"code must make a Coder with k={net.k}; {make!r} made {coder!r:.100}")
+    net = _make_net(dls, supernet, k, n_in, n_out, seed, kwargs)
+    coder = _make_coder(code, net, seed)
     learned = net.k > 1 and any(True for _ in coder.parameters())
     ours = [PhaseSwitch(warmup, ratio, joint, seed), PathSampler(n_paths, how, n_valid, pace, seed), ContrastTerm(alpha, temp, max_dist, seed=seed),
             ShareGradients(), rec := CodeRecorder(seed=seed)]
