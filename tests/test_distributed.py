@@ -37,6 +37,7 @@ with learn.no_bar(), learn.no_logging():
         with learn.distrib_ctx(cpu=True): learn.fit_kshot(3, lr=0.1)
     else: learn.fit_kshot(3, lr=0.1)
 torch.save({**learn.model.state_dict(), 'steps': torch.tensor([s[1] == 'codes' for s in learn.code_recorder.steps])}, f'{out}/{rank_distrib()}.pt')
+teardown_distrib()                              # fastai leaves the group open; a process that ends with one may abort at its exit
 '''
 
 def run(folder, n_proc, n_paths, bs):
