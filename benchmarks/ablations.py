@@ -30,9 +30,9 @@ sets = {                                 # name: (settings by run, number of see
     'parts':    ({'K-shot, 5 to 1': base, 'no pace': base|dict(pace=False), 'no warm-up': base|dict(warmup=0), 'fast codes': base|dict(codes_scale=0.05),
                   'a code per layer': base|dict(code=partial(SimplexNet, per_layer=True)), 'codes start apart': base|dict(code=partial(SimplexNet, std=1.)),
                   'items almost equal': base|dict(noise=0.1), 'items drawn apart': base|dict(noise=None), 'split by the first op': dict(k=4, code=FirstOp, warmup=5, noise=0.1)}, 6, False),
-    'paths':    ({f'in turn, m={m}': updates|dict(n_paths=m) for m in (1, 4, 16)} | {f'joint, m={m}': dict(n_paths=m, joint=True) for m in (1, 4, 16)}, 3, False),
-    'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {n} epochs': base|dict(n_epoch=n) for n in (5, 10, 20)}, 4, False),
-    'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 3, False),
+    'paths':    ({f'in turn, m={m}': updates|dict(n_paths=m) for m in (1, 4, 16)} | {f'joint, m={m}': dict(n_paths=m, joint=True) for m in (1, 4, 16)}, 8, False),
+    'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {n} epochs': base|dict(n_epoch=n) for n in (5, 10, 20)}, 8, False),
+    'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, False),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, True)}
 
 if __name__ == '__main__':

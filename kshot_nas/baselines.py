@@ -6,7 +6,7 @@
 __all__ = ['methods', 'ensemble_accuracy', 'train_run', 'ablate', 'summary', 'plot_runs']
 
 # %% ../nbs/13_baselines.ipynb #dae52956
-import hashlib, inspect, json, os, re, time
+import hashlib, inspect, json, re, time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from fastprogress.fastprogress import progress_bar
 from scipy import stats
 
 from .learner import KShotLearner, kshot_learner
+from .resume import published
 from .space import Arch
 from .supernet import Supernet
 
@@ -93,9 +94,7 @@ def _one_thread():
 def _work(bench, run, seed, archs, file):
     "Train one run and keep the result"
     with _one_thread(): result = train_run(bench, run, seed, archs)
-    tmp = file.with_suffix(f'.{os.getpid()}.tmp')
-    tmp.write_text(json.dumps(result))
-    os.replace(tmp, file)
+    with published(file) as tmp: tmp.write_text(json.dumps(result))
 
 # %% ../nbs/13_baselines.ipynb #0df268fd
 def _check_run(name, run):

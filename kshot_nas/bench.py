@@ -23,6 +23,7 @@ from sklearn.datasets import load_digits
 from .baselines import _one_thread, ablate, summary
 from .cost import CostTable
 from .rank import RankReport, rank_report, tau_ceiling
+from .resume import published
 from .space import Arch
 from .supernet import Supernet
 from .tiny import tiny_ops, tiny_supernet
@@ -116,11 +117,10 @@ def build(
             rows[arch,seed] = right
             f.write(f'{arch},{seed},{right[0]},{right[1]}\n'); f.flush()
     counts = np.array([[rows[a,s] for s in range(n_seeds)] for a in archs], np.uint16)
-    tmp = folder/f'{name}.tmp.npz'
-    cost = CostTable(_net(widths))
-    np.savez_compressed(tmp, archs=[str(a) for a in archs], valid=counts[...,0], test=counts[...,1], split=np.concatenate(_split()),
-                        params=cost.params(archs).int().numpy(), flops=cost.flops(archs).int().numpy())
-    os.replace(tmp, table := folder/f'{name}.npz')
+    cost,table = CostTable(_net(widths)),folder/f'{name}.npz'
+    with published(table) as tmp:
+        np.savez_compressed(tmp, archs=[str(a) for a in archs], valid=counts[...,0], test=counts[...,1], split=np.concatenate(_split()),
+                            params=cost.params(archs).int().numpy(), flops=cost.flops(archs).int().numpy())
     return table
 
 # %% ../nbs/15_bench.ipynb #0bb7ef9b

@@ -7,7 +7,6 @@ __all__ = ['KShotModel', 'kshot_splitter', 'PhasedOptimizer', 'phased_opt', 'Pha
            'ShareGradients', 'CodeRecorder']
 
 # %% ../nbs/09_callbacks.ipynb #ea5708f1
-import random
 from itertools import takewhile
 from numbers import Real
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from .contrast import _check_max_dist, _check_temp, near_and_far, r_c
 from . import simplex
+from .resume import seed_epoch
 from .simplex import Coder
 from .supernet import Supernet
 
@@ -134,12 +134,7 @@ class PhaseSwitch(Callback):
         if not isinstance(getattr(self.opt, 'opt', None), PhasedOptimizer):
             raise ValueError("K-shot training steps two optimizers in turn: pass `opt_func=partial(phased_opt, items=..., codes=...)` instead of a single one")
         self.model.warm = self.epoch < self.warmup
-        self.model.zero_grad()                                      # an epoch starts from what a checkpoint holds, and nothing else
-        if (acc := getattr(self.learn, 'gradient_accumulation', None)) is not None: acc.count = 0
-        getattr(self.dls, 'n_inp', None)                            # fastai draws an item to find out, once; not after the seeds are set
-        state = np.random.SeedSequence((self.seed, self.epoch)).generate_state(4)
-        random.seed(int(state[0])); np.random.seed(state[1]); torch.manual_seed(int(state[2]))
-        getattr(self.dl, 'dl', self.dl).rng = random.Random(int(state[3]))        # a distributed DataLoader holds the real one
+        seed_epoch(self.learn, self.seed)
         self.t,self.waiting = max(0, self.epoch-self.warmup)*len(self.dl),False
 
     def before_batch(self):

@@ -4,17 +4,15 @@
 
 # %% auto #0
 __all__ = ['RMSpropTF', 'decay_splitter', 'rmsprop_opt', 'ramp_stairs', 'paper_pace', 'peak_lr', 'WeightEMA', 'HeadDropout',
-           'BatchAugment', 'SeedEpochs']
+           'BatchAugment']
 
 # %% ../nbs/14_recipe.ipynb #6bc7da2c
-import math, random
+import math
 
-import numpy as np
 import torch
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.optimizer import OptimWrapper
 from fastai.torch_core import get_model
-from fastcore.basics import store_attr
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
@@ -173,15 +171,3 @@ class BatchAugment(Callback):
         lo,hi = (f(x, (0,2,3), keepdim=True) for f in (torch.amin, torch.amax))
         size = (hi-lo).clamp_min(1e-6)
         return torch.stack([self.erase(o) for o in torch.stack([self.augment(o) for o in (x-lo)/size])*size + lo])
-
-# %% ../nbs/14_recipe.ipynb #a5c26838
-class SeedEpochs(Callback):
-    "Seeds every generator at the start of each epoch, from `seed` and the epoch"
-    order,run_valid = TrainEvalCallback.order+1,False
-    def __init__(self, seed:int=0): store_attr()
-    def before_train(self):
-        getattr(self.dls, 'n_inp', None)                            # fastai draws an item to find out, once; not after the seeds are set
-        self.model.zero_grad()
-        state = np.random.SeedSequence((self.seed, self.epoch)).generate_state(4)
-        random.seed(int(state[0])); np.random.seed(state[1]); torch.manual_seed(int(state[2]))
-        getattr(self.dl, 'dl', self.dl).rng = random.Random(int(state[3]))        # a distributed DataLoader holds the real one

@@ -21,7 +21,7 @@ from matplotlib.ticker import EngFormatter
 from .callbacks import CodeRecorder
 from .found import SearchResult
 from .rank import RankReport, rank_report
-from .ship import _published
+from .resume import published
 from .simplex import plot_codes
 from .space import Arch, SearchSpace
 
@@ -296,5 +296,5 @@ def write_report(
     policy = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; img-src data:">'
     head = tag('head', Html(f'<meta charset="utf-8">{policy}<meta name="viewport" content="width=device-width,initial-scale=1">'), tag('title', title), tag('style', Html(_css)))
     body = tag('body', tag('h1', title), tag('p', f"within {res.settings['max_flops']:,} multiply-adds, found by kshot_search", cls='sub'), *parts)
-    with _published(path) as tmp: tmp.write_text(f'<!doctype html>\n<html lang="en">{head}{body}</html>\n', encoding='utf-8', errors='surrogateescape')     # names of files, where the locale could not read them
+    with published(path) as tmp: tmp.write_text(f'<!doctype html>\n<html lang="en">{head}{body}</html>\n', encoding='utf-8', errors='surrogateescape')     # names of files, where the locale could not read them
     return path

@@ -18,12 +18,13 @@ from fastcore.basics import patch
 from fastprogress.fastprogress import progress_bar
 
 from .archive import Archive
-from .learner import KShotLearner, _digest
+from .learner import KShotLearner
 from .plan import Plan
 from .report import Results, write_report
+from .resume import file_digest, published
 from .retrain import RetrainLearner, retrain_learner
 from .search import _show_progress
-from .ship import _published, export_onnx, load_model, model_card, save_model
+from .ship import export_onnx, load_model, model_card, save_model
 from .space import Arch
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Run:
     def has(self, *names) -> bool:
         "Are these files there, as they were written?"
         written = self.written()
-        return all((f := self.folder/n).is_file() and (written is None or written.get(n) == _digest(f)) for n in names)
+        return all((f := self.folder/n).is_file() and (written is None or written.get(n) == file_digest(f)) for n in names)
 
     def results(self) -> pd.DataFrame:
         "The rows of `results.csv` so far"
@@ -86,7 +87,7 @@ def start(self:Run, command:str='') -> dict:
     if read_config(self.folder) is None:
         config = dict(settings=self.settings, command=command, function=f'{self.task.function.__module__}:{self.task.function.__name__}', data=self.task.facts, space=json.loads(self.plan.learn.space.to_json()), flops_range=self.table.flops_range(),
                       parameters=self.plan.parameters, versions=_versions())
-        with _published(self.folder/'config.json') as tmp: tmp.write_text(json.dumps({**config, 'digest': _seal(config)}, indent=1)+'\n', encoding='utf-8')
+        with published(self.folder/'config.json') as tmp: tmp.write_text(json.dumps({**config, 'digest': _seal(config)}, indent=1)+'\n', encoding='utf-8')
     config = read_config(self.folder)
     if diff := [f'{k}: {config["settings"].get(k)!r} there, {v!r} here' for k,v in self.settings.items() if config['settings'].get(k) != v]:
         raise ValueError(f"{self.folder} belongs to another run: use another --out. They differ in {'; '.join(diff)}")
@@ -130,8 +131,8 @@ def train(self:Run) -> str:
     "Train the supernet"
     rec = self.learn.code_recorder
     steps = pd.DataFrame(rec.steps, columns=['epoch', 'phase', 'loss', 'r_c'])
-    with _published(self.folder/'codes.npy') as tmp: np.save(tmp, np.stack([c.numpy() for c in rec.codes]))
-    with _published(self.folder/'training.csv') as tmp: steps.to_csv(tmp, index=False)
+    with published(self.folder/'codes.npy') as tmp: np.save(tmp, np.stack([c.numpy() for c in rec.codes]))
+    with published(self.folder/'training.csv') as tmp: steps.to_csv(tmp, index=False)
     return f"{len(steps):,} steps, training loss {steps[steps.epoch == steps.epoch.max()].loss.mean():.3f} in the last epoch"
 
 # %% ../nbs/16_run.ipynb #316fa86b
@@ -142,7 +143,7 @@ def _add(self:Run, stage:str, rows:pd.DataFrame):
     before = self.results()
     every = pd.concat([before[before.stage != stage], rows], ignore_index=True) if len(before) else rows
     order = ['stage', 'role', 'arch', 'seed', 'generation', 'flops', 'params', 'accuracy', 'loss', 'truth', 'retrained', 'test', 'failure']
-    with _published(self.folder/'results.csv') as tmp: every[[c for c in order if c in every]].to_csv(tmp, index=False)
+    with published(self.folder/'results.csv') as tmp: every[[c for c in order if c in every]].to_csv(tmp, index=False)
 
 @patch
 def evaluate(self:Run, archs:list) -> pd.DataFrame:
@@ -234,7 +235,7 @@ def _ship(self:Run, learn, row):
     model_card(self.folder/'card.md', arch, space, dict(retrained=shown), t.name, t.n_train, len(t.test.dataset) if held_out else t.facts['valid'], held_out,
                dict(supernet=s['seed'], search=s['seed'], retrain=row['seed']), int(row['flops']), int(row['params']), s['max_flops'], learn.recipe)
     best = dict(arch=str(arch), **space.names(arch), flops=int(row['flops']), params=int(row['params']), accuracy=dict(borrowed=row['accuracy'], retrained=row['retrained'], test=row.get('test')))
-    with _published(self.folder/'best.json') as tmp: tmp.write_text(json.dumps(best, indent=1)+'\n', encoding='utf-8')
+    with published(self.folder/'best.json') as tmp: tmp.write_text(json.dumps(best, indent=1)+'\n', encoding='utf-8')
 
 # %% ../nbs/16_run.ipynb #a8146a27
 @patch
@@ -248,8 +249,8 @@ def report(self:Run) -> str:
 def _note(self:Run, stage:str):
     "Write down what the files are like that a stage has left behind"
     if not self.stages[stage]: return
-    digests = {**(self.written() or {}), **{n:_digest(self.folder/n) for n in self.stages[stage]}}
-    with _published(self.folder/'checkpoints/written.json') as tmp: tmp.write_text(json.dumps(digests, indent=1)+'\n', encoding='utf-8')
+    digests = {**(self.written() or {}), **{n:file_digest(self.folder/n) for n in self.stages[stage]}}
+    with published(self.folder/'checkpoints/written.json') as tmp: tmp.write_text(json.dumps(digests, indent=1)+'\n', encoding='utf-8')
 
 @patch
 def __call__(self:Run):

@@ -6,8 +6,7 @@
 __all__ = ['export_torch', 'export_onnx', 'save_model', 'load_model', 'model_card']
 
 # %% ../nbs/14_ship.ipynb #0e3d2c13
-import html, importlib.util, json, math, os, pickle, platform, re, warnings
-from contextlib import contextmanager
+import html, importlib.util, json, math, pickle, platform, re, warnings
 from copy import deepcopy
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,20 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .resume import published
 from .space import Arch, SearchSpace
-
-# %% ../nbs/14_ship.ipynb #5078eaf4
-@contextmanager
-def _published(path):
-    "A temporary path to write to, which becomes `path` in the end if nothing fails"
-    path = Path(path)
-    if not path.parent.is_dir(): raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to: make it first")
-    tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
-    try:
-        yield tmp
-        with open(tmp, 'rb+') as f: os.fsync(f.fileno())
-        os.replace(tmp, path)
-    finally: tmp.unlink(missing_ok=True)
 
 # %% ../nbs/14_ship.ipynb #80ca42a9
 def _prepared(model, x):
@@ -62,7 +49,7 @@ def export_torch(
     path = Path(path)
     if path.suffix != '.pt2': raise ValueError(f"the name of an exported program must end in .pt2; got {path.name!r}")
     model,x = _prepared(model, x)
-    with _published(path) as tmp:
+    with published(path) as tmp:
         torch.export.save(torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},)), tmp)
         _compare(model, torch.export.load(tmp).module(), x, 'program', tol)
     return path
@@ -79,7 +66,7 @@ def export_onnx(
         raise ImportError(f"exporting to ONNX needs {', '.join(missing)}: pip install 'kshot_nas[onnx]'")
     import onnxruntime
     (model,x),path = _prepared(model, x),Path(path)
-    with _published(path) as tmp, warnings.catch_warnings():
+    with published(path) as tmp, warnings.catch_warnings():
         warnings.simplefilter('ignore')
         torch.onnx.export(model, (x,), tmp, dynamo=True, external_data=False, verbose=False, input_names=['image'], output_names=['logits'],
                           dynamic_shapes=({0: torch.export.Dim('batch')},))
@@ -98,7 +85,7 @@ def save_model(
     "Write weights, architecture and what it takes to rebuild `model`; safe to open with `load_model`"
     weights = {n:v.detach().cpu() for n,v in model.state_dict().items()}
     saved = dict(format='kshot_nas model 1', arch=str(arch), build=build, in_shape=getattr(model, 'in_shape', None), info=info, weights=weights)
-    with _published(path) as tmp:
+    with published(path) as tmp:
         try:
             with open(tmp, 'wb') as f: torch.save(saved, f)                        # by its path, torch would write the temporary name into it
             torch.load(tmp, weights_only=True)
@@ -151,7 +138,7 @@ def model_card(
                 flops=flops, parameters=params, budget_flops=max_flops, accuracy=measured,
                 data=dict(name=data, training_images=n_train, validation_images=n_valid, seen_by_search=not held_out), seeds=seeds, recipe=recipe or {},
                 versions=dict(python=platform.python_version(), **{m:_version(m) for m in ('kshot_nas', 'torch', 'fastai')}))
-    with _published(path) as tmp: tmp.write_text(_markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n', encoding='utf-8', errors='surrogateescape')
+    with published(path) as tmp: tmp.write_text(_markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n', encoding='utf-8', errors='surrogateescape')
     return card
 
 def _version(name) -> str:

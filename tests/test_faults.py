@@ -244,15 +244,6 @@ def advance(here, count=1, argv=small):
     "Start or resume a run, and let it write `count` files"
     assert run(here, *argv, hook=die_after, args=(count,))[0] == -signal.SIGKILL
 
-@pytest.fixture
-def disk(tmp_path):
-    "A folder on a disk of its own, if this user may mount one"
-    folder = tmp_path/'disk'
-    folder.mkdir()
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=32m', 'tmpfs', folder], capture_output=True).returncode: pytest.skip('a small disk cannot be mounted here')
-    yield folder
-    subprocess.run(['umount', '-l', folder], check=True)
-
 def test_full_disk(whole, disk, tmp_path):
     (tmp_path/'runs').symlink_to(disk)
     for count in 2,7,9:                                                             # files to write before: stops in training, search and retraining

@@ -19,15 +19,10 @@ from kshot_nas.space import Arch
 from kshot_nas.supernet import OpChoice, Supernet, WidthChoice
 from kshot_nas.tiny import tiny_supernet
 
+pytestmark = pytest.mark.usefixtures('one_thread')
+
 X,Y = load_digits(return_X_y=True)
 X,Y = torch.tensor(X).float().view(-1,1,8,8)/8-1,torch.tensor(Y)
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 def data(x=X, y=Y, n=48, n_valid=40, bs=16, valid_bs=None, classes=10):
     dls = DataLoaders.from_dsets(*([*zip(x[s], y[s])] for s in (slice(n), slice(n, n+n_valid))), bs=bs, num_workers=0, device='cpu', drop_last=False)

@@ -21,11 +21,12 @@ import kshot_nas
 from kshot_nas import bench, cli
 from kshot_nas.archive import Archive, read_archive
 from kshot_nas.cost import CostTable
-from kshot_nas.learner import _read_checkpoint, kshot_learner
+from kshot_nas.learner import kshot_learner
 from kshot_nas.nb201 import nb201_arch, nb201_str, read_nb201
 from kshot_nas.problem import ArchProblem, landscape
 from kshot_nas.rank import high_tau, kendall_tau, pearson_r, rank_report, spearman_rho
 from kshot_nas.report import Results
+from kshot_nas.resume import file_digest, read_checkpoint
 from kshot_nas.retrain import retrain_learner
 from kshot_nas.search import search
 from kshot_nas.ship import export_onnx, load_model, save_model
@@ -342,8 +343,8 @@ def test_checkpoint(tmp, o, data):
     data = written(lambda f: torch.save(o, f)) if data is None else data
     path = tmp/f'epoch_00001-{bench.joblib.hash(0)[:16]}.pt'
     path.write_bytes(data)
-    path = path.rename(tmp/f'epoch_00001-{kshot_nas.learner._digest(path)}.pt')
-    assert _read_checkpoint(path) is None
+    path = path.rename(tmp/f'epoch_00001-{file_digest(path)}.pt')
+    assert read_checkpoint(path) is None
     path.unlink()
 
 model = plain.subnet(arch_of(plain.space), weights='fresh')

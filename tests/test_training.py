@@ -24,6 +24,8 @@ from kshot_nas.callbacks import phased_opt
 from kshot_nas.learner import kshot_learner
 from kshot_nas.tiny import tiny_supernet
 
+pytestmark = pytest.mark.usefixtures('one_thread')
+
 class Jittered(list):
     "Pairs of image and label, augmented with draws from every generator that a user's transform might draw from"
     def __getitem__(self, i):
@@ -149,14 +151,6 @@ def test_killed_and_restarted(never_killed, tmp_path):
     assert sorted(tmp_path.iterdir()) == checkpoints(tmp_path) and [epoch_of(p) for p in checkpoints(tmp_path)] == [15, 16]
 
 # In this process -------------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope='module', autouse=True)
-def one_thread():
-    "Several would only wait for each other on networks as small as these"
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(n)
 
 class Epochs(Callback):
     "Notes which epochs are trained, and how many batches"
