@@ -7,7 +7,7 @@ __all__ = ['kendall_tau', 'pearson_r', 'spearman_rho', 'high_tau', 'top_k_overla
            'rank_report']
 
 # %% ../nbs/11_rank.ipynb #be70a13a
-import operator
+from numbers import Integral
 from collections import Counter
 
 import matplotlib.pyplot as plt
@@ -115,8 +115,9 @@ def spearman_rho(pred, true) -> float:
 # %% ../nbs/11_rank.ipynb #8f587730
 def _count(k, most, name):
     "`k` as whole numbers from 1 to `most`, or an error"
-    try: ks = np.array([operator.index(i) for i in np.atleast_1d(k)])
-    except (TypeError, ValueError): raise TypeError(f"`{name}` must be a whole number, or several; got {k!r}") from None
+    try: ks = np.atleast_1d(k)
+    except (TypeError, ValueError): ks = [None]                       # lists of different length
+    if not all(isinstance(i, Integral) for i in ks): raise TypeError(f"`{name}` must be a whole number, or several; got {k!r}")
     if len(ks) == 0 or ks.min() < 1 or ks.max() > most: raise ValueError(f"`{name}` must be from 1 to {most} here; got {k!r}")
     return ks[0] if np.ndim(k) == 0 else ks
 

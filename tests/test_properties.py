@@ -58,13 +58,10 @@ def generated(few, many, **what):
     return both
 
 @pytest.fixture(scope='module', autouse=True)
-def quiet():
-    n = torch.get_num_threads()
-    torch.set_num_threads(1)
+def quiet(one_thread):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         yield
-    torch.set_num_threads(n)
 
 # What may come: wrong things, and right ones -----------------------------------------------------------------------------------
 

@@ -64,8 +64,9 @@ class Tell(Callback):
     def __call__(self, event_name): self.conn.send((event_name, getattr(self.learn, 'epoch', 0)))
 
 def halt_in(conn, name, count):
-    "Let call number `count` of the function `name` of `os` on a checkpoint wait to be killed; a file to be synced is cut in half before"
-    real,calls = getattr(os, name),[]
+    "Let call number `count` of `os.fsync`, `os.replace` or `Path.unlink` on a checkpoint wait to be killed; a file to be synced is cut in half before"
+    owner = Path if name == 'unlink' else os
+    real,calls = getattr(owner, name),[]
     def wait(*args, **kwargs):
         if name == 'fsync' or str(args[-1]).endswith('.pt'): calls.append(args)
         if len(calls) == count:
@@ -73,7 +74,7 @@ def halt_in(conn, name, count):
             conn.send(('halted', name))
             time.sleep(60)
         return real(*args, **kwargs)
-    setattr(os, name, wait)
+    setattr(owner, name, wait)
 
 def train(conn, folder, seeds, halt):
     torch.set_num_threads(1)
