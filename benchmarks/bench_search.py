@@ -19,7 +19,7 @@ def look_up(pred, arch): return pred[distinct(arch)]
 
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    p.add_argument('--supernets', type=int, default=6)
+    p.add_argument('--supernets', type=int, default=16)
     p.add_argument('--searches', type=int, default=10, help='of each kind with each supernet')
     p.add_argument('--out', default='nbs/data/bench_search.csv')
     args = p.parse_args()
