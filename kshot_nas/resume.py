@@ -127,8 +127,8 @@ class Checkpoints(Callback):
             if (state := read_checkpoint(path)) is None: continue
             if diff := [f'{k}: {state["config"].get(k)!r} there, {v!r} here' for k,v in self.config.items() if state['config'].get(k) != v]:
                 raise ValueError(f"{path} belongs to another run; use another folder, or the same settings. They differ in\n  " + '\n  '.join(diff))
-            learn.model.load_state_dict(state['model'])
-            learn.opt.load_state_dict(state['opt'])
+            learn.model.load_state_dict(state.pop('model'))          # and don't hold it twice
+            learn.opt.load_state_dict(state.pop('opt'))
             self.state = state
             return state
 
