@@ -33,7 +33,7 @@ coverage: $(READY) ## Which lines of the package notebooks and tests run, in abo
 readme: $(READY) ## Write README.md from nbs/index.ipynb
 	$(BIN)/python tools/readme.py
 
-bench: $(READY) ## Measure what K-shot costs against one-shot, in about six minutes
+bench: $(READY) ## Measure what K-shot costs against one-shot, in about five minutes
 	$(BIN)/python benchmarks/cost.py --out runs/cost.json
 
 bench-full: $(READY) ## The same with more repetitions, every K, and how cost grows: about an hour

@@ -1,6 +1,6 @@
 """What K-shot weight sharing costs, as ratios within one run: time of a step, of an evaluation, memory, and how they grow.
 
-    python benchmarks/cost.py              # the quick set: about six minutes
+    python benchmarks/cost.py              # the quick set: about five minutes
     python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows: about an hour
 
 Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures and images, and the fastest
@@ -196,13 +196,13 @@ def held(space, k, bs, what) -> dict:
                 gradients=mb(p.grad for p in params if p.grad is not None), kept=max(sums)/1e6 if what == 'codes' else np.mean(sums)/1e6,
                 peak=resident('VmHWM')-before)
 
-def memory(space, bs, ks=(1, 8)) -> pd.DataFrame:
+def memory(space, bs, whats, ks=(1, 8)) -> pd.DataFrame:
     "`held`, each in a process of its own, and ratios to K=1"
-    rows = {f'K={k}': (k, 'items') for k in ks} | {f'K={ks[-1]}, {what}': (ks[-1], what) for what in ('codes', 'naive', 'largest')}
+    rows = {f'K={k}': (k, 'items') for k in ks} | {f'K={ks[-1]}, {what}': (ks[-1], what) for what in whats}
     def child(k, what): return json.loads(subprocess.run([sys.executable, __file__, '--held', space, str(k), str(bs), what], stdout=subprocess.PIPE, text=True, check=True,
                                                             env={n:v for n,v in os.environ.items() if n not in keep}).stdout)
     df = pd.DataFrame({name: child(*r) for name,r in rows.items()}).T
-    df['sum'] = df[['items', 'momentum', 'gradients', 'kept']].sum(1)
+    df['sum'] = df[['items', 'momentum', 'gradients', 'kept']].sum(axis=1)
     return df.assign(ratio=df['sum']/df['sum'].iloc[0], **{'ratio of peaks': df.peak/df.peak.iloc[0]})
 
 def growth(n=5) -> pd.DataFrame:
@@ -241,12 +241,12 @@ def main():
     global turns
     n,ks,turns = (6, (1, 2, 4, 8, 12), 5) if args.full else (2, (1, 8), 3)
     sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
-    jobs = {f'step for the items, {s}, batch {bs}': partial(items_step, s, bs, n if args.full or s != 'MobileNet 32' else 1, ks) for s,bs in sizes}
+    jobs = {f'step for the items, {s}, batch {bs}': partial(items_step, s, bs, n if args.full or s == 'MobileNet 224' else 1, ks) for s,bs in sizes}
     if args.full: jobs |= {'step for the items, MobileNet 224, batch 64': partial(items_step, 'MobileNet 224', 64, 3, (1, 8)),
                            'step for the codes, MobileNet 224, batch 64': partial(codes_step, 'MobileNet 224', 64, 1)}
-    for s,bs in sizes if args.full else sizes[:1]: jobs |= {f'step for the codes, {s}, batch {bs}': partial(codes_step, s, bs, n//3 or 1), f'evaluation, {s}, batch {bs}': partial(evaluation, s, bs, n)}
+    for s,bs in sizes if args.full else sizes[:1]: jobs |= {f'step for the codes, {s}, batch {bs}': partial(codes_step, s, bs, n//3 or 1), f'evaluation, {s}, batch {bs}': partial(evaluation, s, bs, n if args.full else 1)}
     for s,bs in [('MobileNet 32', 16)] + [('NAS-Bench-201', 16)]*args.full: jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
-    for s,bs in [('MobileNet 224', 4)] + [('NAS-Bench-201', 128), ('MobileNet 224', 16)]*args.full: jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs)
+    for s,bs in [('MobileNet 224', 4)] + [('NAS-Bench-201', 128), ('MobileNet 224', 16)]*args.full: jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs, ('codes', 'naive', 'largest') if args.full else ('codes', 'naive'))
     jobs |= {'machinery': machinery} | ({'growth': growth} if args.full else {})
     if args.table:
         df = jobs[args.table]()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from .callbacks import CodeRecorder, ContrastTerm, KShotModel, PathSampler, PhaseSwitch, ShareGradients, kshot_splitter, phased_opt
 from .layers import KBatchNorm
-from .resume import Checkpoints, ResumableLearner
+from .resume import ResumableLearner, SaveCheckpoints
 from .simplex import Coder, FixedCode, RandomCode, SimplexNet
 from .space import Arch, _sequence, _whole
 from .supernet import Supernet
@@ -135,7 +135,7 @@ def kshot_learner(
     return learn
 
 # %% ../nbs/10_learner.ipynb #bf0bbe4a
-class _Checkpoints(Checkpoints):
+class _Saver(SaveCheckpoints):
     def more(self): return dict(steps=self.learn.code_recorder.steps, codes=self.learn.code_recorder.codes)
 
 @patch
@@ -168,7 +168,7 @@ def fit_kshot(self:KShotLearner,
     if codes_scale is not None: self.opt.opt.codes_scale = codes_scale
     saver,rec = None,self.code_recorder
     if checkpoint is not None:
-        saver = _Checkpoints(checkpoint, self._config(n_epoch, lr, self.opt.opt.codes_scale, wd), keep)
+        saver = _Saver(checkpoint, self._config(n_epoch, lr, self.opt.opt.codes_scale, wd), keep)
         if state := saver.load(self): rec.steps,rec.codes = rec.earlier = state['more']['steps'],state['more']['codes']
     self.fit_rest(n_epoch, lr, saver, wd, [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)])
 

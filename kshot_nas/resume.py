@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'published', 'file_digest', 'seed_epoch', 'SeedEpochs', 'checkpoints', 'write_checkpoint', 'read_checkpoint',
-           'Checkpoints', 'ResumableLearner']
+           'SaveCheckpoints', 'ResumableLearner']
 
 # %% ../nbs/08_resume.ipynb #8e3948b8
 import hashlib, logging, os, random, re, tempfile
@@ -106,7 +106,7 @@ def read_checkpoint(
     except Exception as e: log.warning(f"passing over the checkpoint {path}: {e}")
 
 # %% ../nbs/08_resume.ipynb #6222ee67
-class Checkpoints(Callback):
+class SaveCheckpoints(Callback):
     "Writes a checkpoint after every epoch"
     order,state = 90,None
     def __init__(self,
@@ -147,12 +147,12 @@ class ResumableLearner(Learner):
         for self.epoch in range(self.first, self.n_epoch): self._with_events(self._do_epoch, 'epoch', CancelEpochException)
 
     def fit_rest(self,
-        n_epoch:int,            # epochs of the whole run
-        lr:float,               # learning rate, for `fit`
-        saver:Checkpoints=None, # writes checkpoints, and knows where to go on, if asked to `load` one
-        wd:float=None,          # weight decay, for `fit`
-        cbs=None                # more callbacks
-    ) -> bool:                  # was there anything left?
+        n_epoch:int,                # epochs of the whole run
+        lr:float,                   # learning rate, for `fit`
+        saver:SaveCheckpoints=None, # writes checkpoints, and knows where to go on, if asked to `load` one
+        wd:float=None,              # weight decay, for `fit`
+        cbs=None                    # more callbacks
+    ) -> bool:                      # was there anything left?
         "Train what is left of a run of `n_epoch` epochs"
         self.first = saver.state['epoch'] if saver and saver.state else 0
         try:

@@ -21,7 +21,7 @@ from torch import nn
 
 from .archive import fingerprint
 from .recipe import BatchAugment, HeadDropout, WeightEMA, decay_splitter, paper_pace, peak_lr, ramp_stairs, rmsprop_opt
-from .resume import Checkpoints, ResumableLearner, SeedEpochs
+from .resume import ResumableLearner, SaveCheckpoints, SeedEpochs
 from .space import _whole
 from .supernet import Supernet
 
@@ -81,7 +81,7 @@ def retrain_learner(
     return learn
 
 # %% ../nbs/14_retrain.ipynb #4b3208ef
-class _Checkpoints(Checkpoints):
+class _Saver(SaveCheckpoints):
     "Also keeps the averages and what was recorded, and begins with them"
     def more(self):
         rec,smooth = self.recorder,self.recorder.smooth_loss
@@ -114,7 +114,7 @@ def fit_retrain(self:RetrainLearner,
     self.create_opt()
     saver = None
     if checkpoint is not None:
-        saver = _Checkpoints(checkpoint, dict(n_epoch=n_epoch, lr=lr, **pace, bs=bs, images=len(self.dls.train_ds), **self.recipe), keep)
+        saver = _Saver(checkpoint, dict(n_epoch=n_epoch, lr=lr, **pace, bs=bs, images=len(self.dls.train_ds), **self.recipe), keep)
         saver.load(self)
     if not self.fit_rest(n_epoch, lr, saver, cbs=[ParamScheduler({'lr': ramp_stairs(n_epoch, lr, **pace)}), *L(cbs)]):
         saver.learn = self                                          # the finished run, as it was at its end
