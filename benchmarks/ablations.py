@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from kshot_nas.baselines import ablate, methods
-from kshot_nas.bench import DigitsBench
+from kshot_nas.study.baselines import ablate, methods
+from kshot_nas.study.bench import DigitsBench
 from kshot_nas.simplex import Coder, SimplexNet
 
 class FirstOp(Coder):

@@ -9,8 +9,8 @@ from functools import partial
 import pandas as pd
 import torch
 
-from kshot_nas.baselines import train_run
-from kshot_nas.bench import DigitsBench, distinct
+from kshot_nas.study.baselines import train_run
+from kshot_nas.study.bench import DigitsBench, distinct
 from kshot_nas.cost import CostTable
 from kshot_nas.problem import ArchProblem
 from kshot_nas.search import search

@@ -53,7 +53,7 @@ class Items:
     "Steps for the items, timed by part"
     def __init__(self, net): self.net,self.opt,self.lam = net.to(device),sgd(net.parameters()),torch.full((net.k,), 1/net.k, device=device)
     def __call__(self, arch, x, y) -> dict:
-        self.net._set(arch, self.lam)
+        self.net.switch(arch, self.lam)
         self.opt.zero_grad()
         t = [clock()]
         loss = F.cross_entropy(self.net(x), y); t.append(clock())
@@ -63,7 +63,7 @@ class Items:
 
     def merge(self, arch) -> float:
         "Time to mix the items of a path once more: a part of the forward pass"
-        self.net._set(arch, self.lam)
+        self.net.switch(arch, self.lam)
         seen = []
         def note(m, args): seen.append((m, m.sizes(args[0].shape[m.channel_dim])))
         hooks = [m.register_forward_pre_hook(note) for m in self.net.modules() if isinstance(m, KLayer)]
@@ -132,7 +132,7 @@ def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
         models = {'plain network': nets['K=1'].subnet(arch).train()} | nets     # train: batch statistics, as the supernets use them
         for turn in range(turns):
             for name in rng.permutation(list(models)):
-                if name in nets: nets[name]._set(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))      # forgets what was merged
+                if name in nets: nets[name].switch(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))      # forgets what was merged
                 t = clock()
                 with torch.inference_mode():
                     for _ in range(n_batches): models[name](x)
@@ -146,7 +146,7 @@ class Naive:
         self.whole = {n:p.detach().expand(k, *p.shape[1:]).clone().requires_grad_() for n,p in net.named_parameters()}
         self.opt = sgd(self.whole.values())
     def __call__(self, arch, x, y) -> dict:
-        self.net._set(arch)
+        self.net.switch(arch)
         self.opt.zero_grad()
         t,lam = clock(),torch.full((self.k,), 1/self.k, device=device, requires_grad=True)
         mixed = {n:torch.tensordot(lam, p, 1)[None] for n,p in self.whole.items()}

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kshot_nas.bench import DigitsBench, bench_archs, train_alone
+from kshot_nas.study.bench import DigitsBench, bench_archs, train_alone
 
 env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'}
 few = bench_archs()[::70]
 prog = '''
 import sys
-from kshot_nas.bench import bench_archs, build
+from kshot_nas.study.bench import bench_archs, build
 build(sys.argv[1], archs=bench_archs()[::70], n_seeds=2, workers=2, progress=False)'''
 
 def start(folder): return subprocess.Popen([sys.executable, '-c', prog, str(folder)], env=env, start_new_session=True)

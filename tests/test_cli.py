@@ -59,7 +59,7 @@ def test_leaves_everything_behind(whole):
 def test_help_comes_at_once(tmp_path):
     code,out,err = run('--help', cwd=tmp_path)
     assert (code, err) == (0, '') and '--max-flops' in out and max(map(len, out.splitlines())) <= 120
-    subprocess.run([sys.executable, '-c', 'import sys, kshot_nas.cli; assert "torch" not in sys.modules'], check=True)
+    subprocess.run([sys.executable, '-c', 'import sys, kshot_nas.app.cli; assert "torch" not in sys.modules'], check=True)
 
 def test_dry_run_writes_nothing(tmp_path):
     code,out,err = run('--dry-run', '--max-flops', '120k', cwd=tmp_path)

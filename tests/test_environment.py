@@ -62,7 +62,7 @@ script = '''
 import warnings; warnings.filterwarnings('ignore')
 from fastai.vision.all import *
 from fastai.distributed import *
-from kshot_nas.bench import DigitsBench
+from kshot_nas.study.bench import DigitsBench
 from kshot_nas.learner import kshot_learner
 bench = DigitsBench()
 learn = kshot_learner(bench.dls(repeat=1), bench.supernet, k=2, n_paths=2, warmup=0)

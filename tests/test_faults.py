@@ -22,7 +22,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from kshot_nas.cli import main
+from kshot_nas.app.cli import main
 
 pytestmark = pytest.mark.skipif('forkserver' not in get_all_start_methods(), reason='this system cannot fork processes')
 stages = 'train', 'rank', 'search', 'retrain', 'report'
@@ -88,7 +88,7 @@ def processes():
     with pytest.MonkeyPatch.context() as m:
         m.setenv('OMP_NUM_THREADS', '1')
         m.setenv('PYTHONWARNINGS', 'ignore')
-        get_context('forkserver').set_forkserver_preload(['kshot_nas.cli', 'kshot_nas.run', 'kshot_nas.bench', 'kshot_nas.retrain', 'torch._dynamo'])
+        get_context('forkserver').set_forkserver_preload(['kshot_nas.app.cli', 'kshot_nas.app.run', 'kshot_nas.study.bench', 'kshot_nas.retrain', 'torch._dynamo'])
         yield
 
 @pytest.fixture(scope='module')
@@ -301,7 +301,7 @@ def images(tmp_path):
 
 def move_away(what, epoch):
     "Rename the folder of images after an epoch"
-    from kshot_nas.run import Follow
+    from kshot_nas.app.run import Follow
     real = Follow.after_epoch
     def after_epoch(self):
         real(self)

@@ -15,11 +15,11 @@ from fastai.losses import CrossEntropyLossFlat
 
 from kshot_nas.callbacks import CodeRecorder
 from kshot_nas.cost import CostTable
-from kshot_nas.found import SearchResult
+from kshot_nas.result import SearchResult
 from kshot_nas.learner import kshot_learner
 from kshot_nas.problem import ArchProblem, landscape
 from kshot_nas.rank import rank_report
-from kshot_nas.report import write_report
+from kshot_nas.app.report import write_report
 from kshot_nas.search import search
 from kshot_nas.tiny import tiny_supernet
 

@@ -43,7 +43,7 @@ def works(learn, n_archs=3):
     for arch in learn.space.sample(n_archs, seed=1):
         lam = learn.code(arch)
         assert (lam >= 0).all() and abs(lam.sum() - 1) < 1e-5
-        plain,batches = learn.net.subnet(arch, lam).train(),learn._fixed_batches(1)
+        plain,batches = learn.net.subnet(arch, lam).train(),learn.batches(1)
         with torch.no_grad(): loss = sum(F.cross_entropy(plain(x), y, reduction='sum') for x,y in batches)/sum(len(y) for _,y in batches)
         got = learn.eval_arch(arch)
         assert got['loss'] == pytest.approx(loss.item(), abs=2e-4) and 0 <= got['accuracy'] <= 1
@@ -110,9 +110,9 @@ def test_evaluation_in_batches_of_one():
 
 def test_no_last_batch_of_one():
     learn = works(learner(data(n_valid=33)))
-    assert [len(y) for _,y in learn._fixed_batches(1)] == [17, 16]
+    assert [len(y) for _,y in learn.batches(1)] == [17, 16]
     works(learner(data(n_valid=33), pooled()))
-    assert [len(y) for _,y in learner(data(n_valid=1))._fixed_batches(1)] == [1]          # one image is one image
+    assert [len(y) for _,y in learner(data(n_valid=1)).batches(1)] == [1]          # one image is one image
 
 # Sizes --------------------------------------------------------------------------------------------------------------------------
 

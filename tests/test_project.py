@@ -174,7 +174,7 @@ def test_wheel_works_elsewhere(tmp_path):
     res = run(*pip, 'install', '--no-deps', '--target', lib, wheel, cwd=tmp_path)
     assert res.returncode == 0, res.stderr
     mods = ', '.join(f'kshot_nas.{m}' for m in sorted(modules))
-    prog = f'import kshot_nas, {mods}; [kshot_nas.bench.DigitsBench(w) for w in (0, 1)]; print(kshot_nas.__version__, kshot_nas.__file__)'
+    prog = f'import kshot_nas, {mods}; [kshot_nas.study.bench.DigitsBench(w) for w in (0, 1)]; print(kshot_nas.__version__, kshot_nas.__file__)'
     res = run(sys.executable, '-c', prog, cwd=elsewhere, PYTHONPATH=str(lib))
     assert res.returncode == 0, res.stderr
     version,file = res.stdout.split()

@@ -25,11 +25,11 @@ from kshot_nas.learner import kshot_learner
 from kshot_nas.nb201 import nb201_arch, nb201_str, read_nb201
 from kshot_nas.problem import ArchProblem, landscape
 from kshot_nas.rank import high_tau, kendall_tau, pearson_r, rank_report, spearman_rho
-from kshot_nas.report import Results
-from kshot_nas.resume import file_digest, read_checkpoint
+from kshot_nas.app.report import Results
+from kshot_nas.checkpoint import file_digest, read_checkpoint
 from kshot_nas.retrain import retrain_learner
 from kshot_nas.search import search
-from kshot_nas.ship import export_onnx, load_model, save_model
+from kshot_nas.export import export_onnx, load_model, save_model
 from kshot_nas.simplex import FixedCode, RandomCode, SimplexNet
 from kshot_nas.space import Arch, SearchSpace
 from kshot_nas.tiny import tiny_supernet
@@ -173,7 +173,7 @@ def test_use(lam, a, seed):
         assert torch.allclose(used.train()(x), plain.subnet(arch, lam).train()(x), atol=1e-4)                       # the plain network computes the same
     before = plain.arch,plain.code.lam
     refused_or(check, plain.use, arch, lam, says=['code', repr(lam)[:20]])
-    plain._set(*before)
+    plain.switch(*before)
     refused_or(lambda o: None, plain.use, a, says=['expected an Arch'])
     assert (plain.arch, plain.code.lam) == before
 

@@ -15,7 +15,7 @@ import pytest
 
 from kshot_nas.cost import CostTable
 from kshot_nas.problem import ArchProblem, landscape
-from kshot_nas.report import write_report
+from kshot_nas.app.report import write_report
 from kshot_nas.search import search
 from kshot_nas.tiny import tiny_supernet
 

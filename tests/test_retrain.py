@@ -15,7 +15,7 @@ from fastai.data.core import DataLoaders
 from sklearn.datasets import load_digits
 
 from kshot_nas.retrain import retrain_learner
-from kshot_nas.ship import export_onnx, export_torch, load_model, save_model
+from kshot_nas.export import export_onnx, export_torch, load_model, save_model
 from kshot_nas.tiny import tiny_supernet
 
 def data():
