@@ -15,9 +15,10 @@ import torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .layers import merge, track_stats
-from .space import Arch, _whole
-from .supernet import Supernet, _check_in_shape
+from .convert import merge, track_stats
+from .space import Arch
+from .check import whole as _whole
+from .supernet import Supernet, check_shape as _check_in_shape
 
 # %% ../nbs/22_cost.ipynb #10875683
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm

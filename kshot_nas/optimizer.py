@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['kshot_splitter', 'PhasedOptimizer', 'FusedSGD', 'phased_opt', 'ShareGradients']
 
-# %% ../nbs/24_optimizer.ipynb #ec017f22
+# %% ../nbs/24_optimizer.ipynb #483d688d
 import numpy as np
 import torch
 from fastai.callback.core import Callback, TrainEvalCallback
 from fastai.distributed import DistributedDL
 from fastai.optimizer import OptimWrapper
+from fastcore.basics import patch
 from torch import nn
 
 from .layers import KLayer
 
-# %% ../nbs/24_optimizer.ipynb #05e79fcb
+# %% ../nbs/24_optimizer.ipynb #9115ed89
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm,nn.GroupNorm
 
 def kshot_splitter(model) -> list:
@@ -27,11 +28,12 @@ def kshot_splitter(model) -> list:
             (rest if plain or isinstance(m, _norms) else weights).append(p)
     return [weights, rest, list(model.coder.parameters())]
 
-# %% ../nbs/24_optimizer.ipynb #997d4fd8
+# %% ../nbs/24_optimizer.ipynb #58e966fa
 class PhasedOptimizer:
     "Two torch optimizers, for items and codes, that look like one; `step` steps those that are `active`"
     def __init__(self, items:torch.optim.Optimizer, codes:torch.optim.Optimizer=None, codes_scale:float=1.):
-        self.opts,self.codes_scale,self.active = [o for o in (items, codes) if o is not None],codes_scale,('items', 'codes')
+        self.opts = [o for o in (items, codes) if o is not None]
+        self.codes_scale,self.active = codes_scale,('items', 'codes')
         if codes is None: self.empty = {**items.param_groups[0], 'params': []}
 
     @property
@@ -59,24 +61,28 @@ class PhasedOptimizer:
                 g['lr'] = lr
                 if wd is not None: g['weight_decay'] = wd
 
-# %% ../nbs/24_optimizer.ipynb #e9ae1bc0
-def _plain(group): return {k:v.item() if isinstance(v, np.generic) else v for k,v in group.items()}
-
-def _state_dict(self):
+# %% ../nbs/24_optimizer.ipynb #8c45e145
+@patch
+def state_dict(self:PhasedOptimizer):
+    "The state of both, with plain numbers in place of NumPy's"
     sds = [o.state_dict() for o in self.opts]
     return {'opts': [{**sd, 'param_groups': [_plain(g) for g in sd['param_groups']]} for sd in sds]}
-def _load_state_dict(self, sd:dict):
+
+@patch
+def load_state_dict(self:PhasedOptimizer, sd:dict):
+    "Go on from what `state_dict` has given"
     for o,s in zip(self.opts, sd['opts']): o.load_state_dict(s)
-PhasedOptimizer.state_dict,PhasedOptimizer.load_state_dict = _state_dict,_load_state_dict
+
+def _plain(group): return {k:v.item() if isinstance(v, np.generic) else v for k,v in group.items()}
 
 class _NumbersOnly(OptimWrapper):
-    "An `OptimWrapper` whose hyper-parameters are numbers; torch's optimizers have flags among them, which loggers choke on"
+    "An `OptimWrapper` whose hyper-parameters are numbers; torch has flags among them, which loggers choke on"
     @property
     def hypers(self):
         def is_number(v): return isinstance(v, (int, float, np.number)) and not isinstance(v, bool)
         return [{k:v for k,v in h.items() if is_number(v)} for h in super().hypers]
 
-# %% ../nbs/24_optimizer.ipynb #497085b5
+# %% ../nbs/24_optimizer.ipynb #a2389e97
 class FusedSGD(torch.optim.SGD):
     "SGD in one pass over memory, for parameters of which some never had a gradient before"
     def __init__(self, params, lr, **kwargs): super().__init__(params, lr=lr, fused=True, **kwargs)
@@ -103,7 +109,7 @@ def phased_opt(
         for g in opt.param_groups: g['weight_decay'] = wd
     return _NumbersOnly(opt=PhasedOptimizer(opt, (codes or adam)(sigma, lr=lr) if sigma else None, codes_scale))
 
-# %% ../nbs/24_optimizer.ipynb #06285d51
+# %% ../nbs/24_optimizer.ipynb #05efd451
 class ShareGradients(Callback):
     "Averages gradients over processes, in place of `DistributedDataParallel`"
     order,run_valid = TrainEvalCallback.order+1,False

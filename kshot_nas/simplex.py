@@ -14,7 +14,8 @@ import numpy as np, torch
 from fastcore.basics import patch
 from torch import Tensor, nn
 
-from .space import Arch, SearchSpace, _sequence, _whole
+from .space import Arch, SearchSpace
+from .check import sequence as _sequence, whole as _whole
 
 # %% ../nbs/16_simplex.ipynb #be6880af
 def _at_least_1(x, name):

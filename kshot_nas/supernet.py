@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from torch import Tensor, nn
 
 from .check import one_of
-from .choices import Choices, OpChoice, WidthChoice, check_ops, check_widths
+from .choices import Choices, OpChoice, WidthChoice, check_ops, check_widths, skeleton
 from .convert import batch_norms, kshotify, merge, recalibrate, track_stats
 from .layers import KLayer, check_code
 from .space import Arch
@@ -46,8 +46,9 @@ class Supernet(nn.Module):
     @property
     def space(self): return self.choices.space
     def forward(self, x): return self.net(x)
+    def skeleton(self): return skeleton(self)
 
-# %% ../nbs/18_supernet.ipynb #d052e518
+# %% ../nbs/18_supernet.ipynb #b3179618
 def check_shape(shape) -> tuple:
     "`shape` as a tuple, if it is the shape of one input"
     if isinstance(shape, (tuple, list)) and shape and all(type(n) is int and n > 0 for n in shape): return tuple(shape)
