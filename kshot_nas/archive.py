@@ -65,7 +65,8 @@ def _clear_errors(path):
     "Errors of SQLite as errors that name the file `path` and say what to do"
     try: yield
     except (sqlite3.Error, OSError, UnicodeDecodeError) as e:
-        advice = [a for word,a in _advice.items() if word in str(e)] or ['Can it be read and written, and is there room?']
+        general = "Can it be read and written, and is there room?"
+        advice = [a for word,a in _advice.items() if word in str(e)] or [general]
         raise OSError(f"the archive {path} cannot be used: {e}. {advice[0]}") from e
 
 # %% ../nbs/29_archive.ipynb #96f2edf6
@@ -113,7 +114,7 @@ def _open(self:Archive):
             break
         except sqlite3.OperationalError: time.sleep(0.02)       # somebody else is about it; done once, it stays
 
-# %% ../nbs/29_archive.ipynb #4d1adffd
+# %% ../nbs/29_archive.ipynb #220c446d
 def _difference(there:SearchSpace, here:SearchSpace) -> str:
     "In which layers two spaces differ"
     lines = []
