@@ -27,7 +27,7 @@ from .check import instance, number, one_of, sequence, whole
 from .checkpoint import ResumableLearner, SaveCheckpoints, SeedEpochs, fingerprint, item_ids
 from .supernet import Supernet
 
-# %% ../nbs/33_retrain.ipynb #a280f493
+# %% ../nbs/33_retrain.ipynb #04eb9698
 class RMSpropTF(torch.optim.Optimizer):
     "TensorFlow's RMSProp: epsilon inside the root, squares that start at 1, the rate inside the momentum"
     def __init__(self,
@@ -56,7 +56,7 @@ class RMSpropTF(torch.optim.Optimizer):
             torch._foreach_addcdiv_(bs, gs, roots, value=float(h['lr']))
             torch._foreach_sub_(ps, bs)
 
-# %% ../nbs/33_retrain.ipynb #1f679b8d
+# %% ../nbs/33_retrain.ipynb #b474a2ee
 def decay_splitter(model:nn.Module) -> list:
     "Two groups of parameters: weights, which are decayed; scales and biases of norms and layers, which are not"
     ps = [p for p in model.parameters() if p.requires_grad]
@@ -72,7 +72,7 @@ def rmsprop_opt(
     groups = [dict(params=list(ps), weight_decay=d) for ps,d in zip(params, (wd, 0.))]
     return OptimWrapper(opt=RMSpropTF(groups, lr=lr, **kwargs))
 
-# %% ../nbs/33_retrain.ipynb #7f9686dc
+# %% ../nbs/33_retrain.ipynb #4ed446b9
 def ramp_stairs(
     n_epoch:int,         # epochs in all
     lr:float=0.128,      # the learning rate at the top of the ramp
@@ -89,7 +89,7 @@ def ramp_stairs(
         return lr*factor**math.floor((epoch-warmup)/every + 1e-6)
     return sched
 
-# %% ../nbs/33_retrain.ipynb #beabd547
+# %% ../nbs/33_retrain.ipynb #be4d4b37
 def paper_pace(
     n_epoch:int,        # epochs in all
     share:float=0.2     # at most this share of them for the ramp
@@ -105,7 +105,7 @@ def peak_lr(
     "The paper's 0.128 for batches of 1024, scaled to batches of `bs`"
     return 0.128*(bs/1024)**dict(sqrt=0.5, linear=1)[one_of(how, 'how', ('sqrt', 'linear'))]
 
-# %% ../nbs/33_retrain.ipynb #2ed8b925
+# %% ../nbs/33_retrain.ipynb #82f6da32
 class WeightEMA(Callback):
     "Averages weights and norm statistics; the model has the averages whenever it is not being trained"
     order = TrainEvalCallback.order+1
@@ -145,7 +145,7 @@ class WeightEMA(Callback):
         self.put(True)
         self.away = None
 
-# %% ../nbs/33_retrain.ipynb #720f6ac0
+# %% ../nbs/33_retrain.ipynb #6918f2a4
 class HeadDropout(Callback):
     "Dropout before the last linear layer, while training"
     hook = None
