@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OpChoice', 'WidthChoice', 'Choices', 'skeleton', 'check_ops', 'ChannelLabels', 'check_widths']
 
-# %% ../nbs/17_choices.ipynb #75b4043e
+# %% ../nbs/17_choices.ipynb #60ff242a
 import copy
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ from .check import instance
 from .layers import KLayer
 from .space import Arch, SearchSpace
 
-# %% ../nbs/17_choices.ipynb #13c54973
+# %% ../nbs/17_choices.ipynb #b722b42d
 class OpChoice(nn.Module):
     "Several operations, of which one is used at a time"
     def __init__(self,
@@ -36,7 +36,7 @@ class OpChoice(nn.Module):
     def forward(self, *args, **kwargs): return self.chosen(*args, **kwargs)
     def extra_repr(self): return f'active={self.names[self.active]}'
 
-# %% ../nbs/17_choices.ipynb #b3f08b8e
+# %% ../nbs/17_choices.ipynb #121da375
 class WidthChoice:
     "Ratios to which the filters of a layer may be cut; call it with the layers"
     def __init__(self,
@@ -58,7 +58,7 @@ class WidthChoice:
 
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
-# %% ../nbs/17_choices.ipynb #01c666d0
+# %% ../nbs/17_choices.ipynb #dfe79bb6
 class Choices:
     "The op choices and width choices inside a module, and the search space that they make"
     def __init__(self, module:nn.Module): # a network with choices in it
@@ -74,6 +74,8 @@ class Choices:
         self.ops = list(ops.values())
         self.space = SearchSpace([cs[0].names for cs in self.ops], [w.ratios for w in self.cuts])
 
+    def __iter__(self): return iter(self.ops)       # the op choices of one layer after another
+
     def switch(self, arch:Arch):
         "Put `arch` in place, without a check"
         for cs,i in zip(self.ops, arch.ops):
@@ -81,7 +83,7 @@ class Choices:
         for layers,i in zip(self.cuts.values(), arch.widths):
             for m,n_filters in layers: m.width = n_filters[i]
 
-# %% ../nbs/17_choices.ipynb #9aaeaa52
+# %% ../nbs/17_choices.ipynb #d660062f
 def skeleton(module:nn.Module) -> nn.Module:
     "A copy without weights on torch's `meta` device; norms and activations, which don't change shapes, do nothing"
     memo = {id(t):torch.empty_like(t, device='meta') for t in module.buffers()}
@@ -97,7 +99,7 @@ def _keeps_shape(m):
     of_torch = type(m).__module__ in ('torch.nn.modules.activation', 'torch.nn.modules.dropout')
     return of_torch and not isinstance(m, (nn.GLU, nn.MultiheadAttention))
 
-# %% ../nbs/17_choices.ipynb #34cb5fa7
+# %% ../nbs/17_choices.ipynb #8e852e4c
 def check_ops(
     module:nn.Module, # a network with choices
     in_shape:tuple    # shape of one input
@@ -113,7 +115,7 @@ def check_ops(
     except Exception: pass                                        # a network that can't do without content
     if odd: raise ValueError(f"the operations of a choice must put out the same shape; got {odd[0]}")
 
-# %% ../nbs/17_choices.ipynb #7a38e3e8
+# %% ../nbs/17_choices.ipynb #2452c5e0
 class ChannelLabels:
     "Sends labels through a module without weights, and notes which reach each K-shot layer"
     def __init__(self,
@@ -148,7 +150,7 @@ class ChannelLabels:
         with torch.no_grad(): self.bones(self.x)
         return {m:list(given) for m,given in self.seen.items()}
 
-# %% ../nbs/17_choices.ipynb #d53c73fa
+# %% ../nbs/17_choices.ipynb #302698e7
 def check_widths(
     module:nn.Module, # a network with K-shot layers and choices
     in_shape:tuple    # shape of one input

@@ -21,7 +21,7 @@ from .optimizer import PhasedOptimizer
 from .simplex import Coder
 from .supernet import Supernet
 
-# %% ../nbs/25_phases.ipynb #2c15efe9
+# %% ../nbs/25_phases.ipynb #375feefa
 class Clock(nn.Module):
     "Counts epochs and steps across fits and resumes, and knows whose turn it is"
     def __init__(self,
@@ -58,7 +58,7 @@ class Clock(nn.Module):
         if self.phase == 'items' or self.steps < self.warm: self.items += 1
         else: self.codes += 1
 
-# %% ../nbs/25_phases.ipynb #e6053b75
+# %% ../nbs/25_phases.ipynb #d80ddce5
 @patch
 def begin(self:Clock, n_epoch:int):
     "Before `n_epoch` epochs: shorten a warm-up that would leave none for the codes"
@@ -145,14 +145,21 @@ class AlternatingTraining(Callback):
 
 # %% ../nbs/25_phases.ipynb #266a3711
 @patch
-def before_fit(self:AlternatingTraining):
+def before_fit(self:AlternatingTraining): self.fresh = True             # `validate` calls this, too
+
+@patch
+def before_train(self:AlternatingTraining):
+    if self.fresh: self._begin()
+    seed_epoch(self.learn, self.seed, self.model.clock.epochs)
+
+@patch
+def _begin(self:AlternatingTraining):
+    "Before the first epoch of a fit"
     if not isinstance(getattr(self.opt, 'opt', None), PhasedOptimizer): raise ValueError(
         "K-shot training steps two optimizers in turn: "
         "pass `opt_func=partial(phased_opt, items=..., codes=...)` instead of a single one")
-    if not hasattr(self.learn, 'lr_finder'): self.model.clock.begin(self.n_epoch - getattr(self.learn, 'first', 0))
-
-@patch
-def before_train(self:AlternatingTraining): seed_epoch(self.learn, self.seed, self.model.clock.epochs)
+    if not hasattr(self.learn, 'lr_finder'): self.model.clock.begin(self.n_epoch - self.epoch)
+    self.fresh = False
 
 @patch
 def before_validate(self:AlternatingTraining):

@@ -39,16 +39,18 @@ class Supernet(nn.Module):
         self._remember_start()
         self.switch(Arch([0]*len(self.space.ops), [len(r)-1 for r in self.space.widths]))
         if self.in_shape is not None: check_ops(self.net, self.in_shape)
-        if self.in_shape is not None and self.choices.cuts: check_widths(self.net, self.in_shape)
+        if self.in_shape is not None and self.cuts: check_widths(self.net, self.in_shape)
 
     @property
     def k(self) -> int: return self.mixer.k
     @property
     def space(self): return self.choices.space
+    @property
+    def cuts(self): return self.choices.cuts
     def forward(self, x): return self.net(x)
     def skeleton(self): return skeleton(self)
 
-# %% ../nbs/18_supernet.ipynb #b3179618
+# %% ../nbs/18_supernet.ipynb #fc672458
 def check_shape(shape) -> tuple:
     "`shape` as a tuple, if it is the shape of one input"
     if isinstance(shape, (tuple, list)) and shape and all(type(n) is int and n > 0 for n in shape): return tuple(shape)
@@ -57,7 +59,7 @@ def check_shape(shape) -> tuple:
 @patch
 def _number_layers(self:Supernet):
     "Tell every K-shot layer which row of a code with several rows is its own"
-    rows = {id(c):i for i,cs in enumerate(self.choices.ops) for c in cs}
+    rows = {id(c):i for i,cs in enumerate(self.choices) for c in cs}
     def walk(m, row):
         row = rows.get(id(m), row)
         if isinstance(m, KLayer): m.row = row
@@ -125,7 +127,7 @@ def subnet(self:Supernet,
     if weights == 'fresh' and data is not None:
         raise ValueError("data is for the statistics of inherited weights; fresh ones have to be trained first")
     with self.use(arch, lam):
-        net = track_stats(merge(self.net, self._probe(), replace={c:c.chosen for cs in self.choices.ops for c in cs}))
+        net = track_stats(merge(self.net, self._probe(), replace={c:c.chosen for cs in self.choices for c in cs}))
     if weights == 'fresh': _redraw(net)
     elif data is not None: recalibrate(net, data)
     else:
@@ -136,7 +138,7 @@ def subnet(self:Supernet,
 @patch
 def _probe(self:Supernet):
     "An input that tells layers how many channels reach them, if some are cut"
-    if not any(m.width < m.theta.shape[1] for layers in self.choices.cuts.values() for m,_ in layers): return None
+    if not any(m.width < m.theta.shape[1] for layers in self.cuts.values() for m,_ in layers): return None
     if self.in_shape is None: raise ValueError(
         "layers are cut in width: to fit those after them, make the Supernet with `in_shape`, the shape of one input")
     return next(self.parameters()).new_zeros(2, *self.in_shape)
