@@ -151,7 +151,9 @@ def test_private_names_stay_where_they_are():
     listed([f'{where} imports {name} of {dep}' for where,m,s in code for dep,names in imports(m, s) for name in names if name.startswith('_') and name != '__version__'])
 
 def test_exported_lines_are_short():
-    listed([f'{place(p)}:{i}: {len(line)} columns' for p in exported for i,line in enumerate(p.read_text(encoding='utf-8').splitlines(), 1) if len(line) > 120])
+    "But for the list of names, which nbdev writes"
+    def lines(p): return re.sub(r'^__all__ = \[.*?\]', lambda m: '\n'*m[0].count('\n'), p.read_text(encoding='utf-8'), flags=re.M | re.S).splitlines()
+    listed([f'{place(p)}:{i}: {len(line)} columns' for p in exported for i,line in enumerate(lines(p), 1) if len(line) > 120])
 
 def test_site_lists_every_notebook_in_order():
     yaml = pytest.importorskip('yaml')
