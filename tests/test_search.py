@@ -250,3 +250,52 @@ def test_dask(learn):
             return sum(hasattr(t, 'kshot_key') for t in threading.enumerate())
         assert two.equals(one)
         assert client.run(unpacked) and max(client.run(unpacked).values()) == 1     # the supernet came once
+
+# For long: memory must not grow, and pace must not drop -----------------------------------------------------------------------
+
+import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
+
+from kshot_nas.rank import rank_report  # noqa: E402
+from kshot_nas.result import SearchResult  # noqa: E402
+
+def kilobytes():
+    "Memory that this process has now"
+    with open('/proc/self/status') as f: return next(int(line.split()[1]) for line in f if line.startswith('VmRSS'))
+
+def long_search(gens, archive):
+    "Memory and processor time, every 50 evaluations"
+    torch.set_num_threads(1)
+    net,marks,count = tiny_supernet(k=1, widths=True),[],0
+    accuracy = landscape(net.space)
+    def evaluate(arch):
+        nonlocal count
+        if count % 50 == 0: marks.append((kilobytes(), time.process_time()))
+        count += 1
+        return accuracy(arch)
+    result = search(ArchProblem(net.space, evaluate, CostTable(net)), max_flops=200e3, gens=gens, archive=archive, progress=False)
+    assert len(result.history) == count == 50*gens
+    return marks
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='this system does not tell how much memory a process has')
+@pytest.mark.parametrize('gens', [60, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_long_search_stays_small_and_quick(gens, tmp_path):
+    "In a process of its own, where nothing that others have freed can be used again"
+    with get_context('spawn').Pool(1) as pool: marks = pool.apply(long_search, (gens, tmp_path/'a.db'))
+    memory,seconds = np.array(marks).T
+    assert memory[-1] < 1.1*memory[20] and memory[-1]-memory[20] < 2*50*(gens-20), 'more than 2 kB for an evaluation'
+    pace = np.diff(seconds)
+    assert np.median(pace[-20:]) < 3*np.median(pace[20:40]), 'generations take longer and longer'
+    assert (tmp_path/'a.db').stat().st_size < 500*50*gens
+
+def test_pictures_of_many_points():
+    net,rng,n = tiny_supernet(k=1, widths=True),np.random.default_rng(0),50_000
+    table,accuracy = CostTable(net),landscape(net.space)
+    archs = list(dict.fromkeys(net.space.sample(2*n, seed=0)))[:n]
+    costs = dict(flops=table.flops(archs), params=table.params(archs))
+    seen = pd.DataFrame(dict(arch=archs, **costs, accuracy=[accuracy(a) for a in archs], generation=np.arange(n)//50))
+    result,report = SearchResult(net.space, seen),rank_report(seen.accuracy, rng.normal(seen.accuracy, 0.01), n_boot=0)
+    for plot in result.plot_pareto, result.plot_history, report.plot_scatter, report.plot_high:
+        start = time.process_time()
+        plot().figure.canvas.draw()
+        assert time.process_time()-start < 10
