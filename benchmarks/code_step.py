@@ -33,7 +33,7 @@ give = dict(MALLOC_MMAP_THRESHOLD_=str(2**16), MALLOC_TRIM_THRESHOLD_=str(2**16)
 
 def freeze_items(net, on:bool):
     "Let the items take part as constants, or no longer"
-    net.code.fixed = on
+    for p in net.parameters(): p.requires_grad_(not on)
 
 class Steps:
     "The kinds of steps that are compared, on one supernet and one batch"

@@ -15,7 +15,7 @@ from scipy.special import softmax
 from torch import Tensor, nn
 
 from .check import instance, number, sequence, whole
-from .layers import merge, track_stats
+from .convert import merge, track_stats
 from .space import Arch
 from .supernet import Supernet
 

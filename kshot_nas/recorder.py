@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CodeRecorder']
 
-# %% ../nbs/26_recorder.ipynb #8396b946
+# %% ../nbs/26_recorder.ipynb #646e85fa
 import math
 from itertools import takewhile
 
@@ -18,7 +18,7 @@ from fastcore.basics import patch, store_attr
 from . import simplex
 from .phases import ContrastTerm
 
-# %% ../nbs/26_recorder.ipynb #5d5c8e29
+# %% ../nbs/26_recorder.ipynb #831a1439
 class CodeRecorder(Callback):
     "Records losses by phase, the channel regularizer, and the codes of a fixed set of architectures over time"
     order,run_valid = ContrastTerm.order+1,False
@@ -52,7 +52,7 @@ class CodeRecorder(Callback):
         if (rec := getattr(self.learn, 'recorder', None)) is not None:
             rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])       # fastai would keep tensors
 
-# %% ../nbs/26_recorder.ipynb #651e056b
+# %% ../nbs/26_recorder.ipynb #914a5c5c
 @patch
 def mean(self:CodeRecorder, phase:str=None, column:int=2) -> float:
     "Average of the loss (or of another column of `steps`) over the last epoch, or over its steps of one phase"
@@ -64,9 +64,9 @@ def mean(self:CodeRecorder, phase:str=None, column:int=2) -> float:
 @patch(as_prop=True)
 def spread(self:CodeRecorder) -> float:
     "How far codes are from 1/K, as a root mean square, after the last epoch"
-    return (self.codes[-1] - 1/self.model.net.k).square().mean().sqrt().item() if self.codes else 0.
+    return (self.codes[-1] - 1/self.codes[-1].shape[-1]).square().mean().sqrt().item() if self.codes else 0.
 
-# %% ../nbs/26_recorder.ipynb #57df6800
+# %% ../nbs/26_recorder.ipynb #ca2a972e
 @patch
 def plot_phases(self:CodeRecorder, window:int=20, ax=None):
     "Loss of the steps for the items and for the codes, averaged over `window` steps; returns the axis"

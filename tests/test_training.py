@@ -27,7 +27,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kshot_nas.callbacks import CodeRecorder, phased_opt
+from kshot_nas.optimizer import phased_opt
+from kshot_nas.recorder import CodeRecorder
 from kshot_nas.cost import CostTable
 from kshot_nas.learner import kshot_learner
 from kshot_nas.rank import kendall_tau, rank_report
