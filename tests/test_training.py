@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import stat
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -93,7 +94,7 @@ def halt_in(conn, name, count):
     owner = Path if name == 'unlink' else os
     real,calls = getattr(owner, name),[]
     def wait(*args, **kwargs):
-        if name == 'fsync' or str(args[-1]).endswith('.pt'): calls.append(args)
+        if stat.S_ISREG(os.fstat(args[0]).st_mode) if name == 'fsync' else str(args[-1]).endswith('.pt'): calls.append(args)
         if len(calls) == count:
             if name == 'fsync': os.ftruncate(args[0], os.fstat(args[0]).st_size//2)
             conn.send(('halted', name))
