@@ -107,6 +107,7 @@ def _limit(name, limit, costs) -> tuple:
     if not pair or not all(x is None or isinstance(x, Real) for x in limit):
         raise ValueError(f"the limits of {name!r} must be (least, most), such as (None, 5e6); got {limit!r}")
     low,high = -np.inf if limit[0] is None else limit[0],np.inf if limit[1] is None else limit[1]
+    low,high = (x if not abs(x) > 1e300 else np.inf if x > 0 else -np.inf for x in (low, high))  # what a float can hold
     if not low <= high: raise ValueError(f"no architecture has at least {low:,} and at most {high:,} {name}")
     return low,high
 
@@ -156,7 +157,8 @@ def _refuse(self:ArchProblem, archs, which):
     "Raise the error that says what the limits are, and what there is"
     def say(name, low, high):
         cost = self.cost_of(archs, name)
-        words = [f'at least {low:,.10g}']*(low > -np.inf) + [f'at most {high:,.10g}']*(high < np.inf)
+        bounds = ('at least', low, -np.inf),('at most', high, np.inf)
+        words = [f'{word} {x:,.10g}' for word,x,none in bounds if x != none]
         return f"{' and '.join(words)} {name}, where those {which} have {cost.min():,.10g} to {cost.max():,.10g}"
     said = [say(name, *limit) for name,limit in self.limits.items()]
     raise ValueError('no architecture was found with ' + '; and '.join(said))
