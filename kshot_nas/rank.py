@@ -18,6 +18,8 @@ from scipy.stats import ConstantInputWarning, kendalltau, pearsonr, rankdata, sp
 from .check import one_of, whole
 
 # %% ../nbs/28_rank.ipynb #12e32564
+def _few(xs): return ', '.join(map(str, xs[:3])) + (f' and {len(xs)-3} more' if len(xs) > 3 else '')
+
 def _table(x, name):
     "`x` as a DataFrame of floats with a row for each architecture"
     if hasattr(x, 'detach'): x = x.detach().cpu().double().numpy()
@@ -26,30 +28,30 @@ def _table(x, name):
         x = pd.DataFrame(x).astype(float)
     except (TypeError, ValueError, OverflowError) as e:
         raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a dict by architecture: {e}") from None
+    if not x.index.is_unique: raise ValueError(
+        f"`{name}` has a key more than once: {_few(x.index[x.index.duplicated()].unique())}. Count every architecture "
+        "once, such as by `x[~x.index.duplicated()]`, or give arrays without keys")
     return x.set_axis([name], axis=1) if list(x.columns) == [0] else x
 
 # %% ../nbs/28_rank.ipynb #dd3071ee
-def _few(xs): return ', '.join(map(str, xs[:3])) + (f' and {len(xs)-3} more' if len(xs) > 3 else '')
+def _by_position(tables, keys):
+    "The tables with the first of `keys`, if there are any; those that have none go by position"
+    rows = ', '.join(f'`{name}` has {len(t)} rows' for name,t in tables.items())
+    if len({len(t) for t in tables.values()}) > 1: raise ValueError(f"not of the same architectures: {rows}")
+    if not all(k.equals(keys[0]) for k in keys): raise ValueError(
+        f"not in the same order, and without keys for all of them: {rows}. Give keys to all")
+    return {name:t.set_axis(keys[0]) for name,t in tables.items()} if keys else tables
 
 def _align(**given):
-    "What is given as DataFrames of floats, their rows matched"
+    "What is given as DataFrames of floats, their rows matched; a yardstick may be `None`, and is left out"
+    given = {name:x for name,x in given.items() if x is not None or name in ('pred', 'true')}
     tables = {name:_table(x, name) for name,x in given.items()}
-    keys = [t.index for name,t in tables.items() if isinstance(given[name], (dict, pd.Series, pd.DataFrame))]
-    for name,t in tables.items():
-        if not t.index.is_unique: raise ValueError(
-            f"`{name}` has a key more than once: {_few(t.index[t.index.duplicated()].unique())}. Count every "
-            "architecture once, such as by `x[~x.index.duplicated()]`, or give arrays without keys")
-    if len(keys) < len(tables):                                            # something goes by position
-        if len({len(t) for t in tables.values()}) > 1: raise ValueError(
-            f"not of the same architectures: {', '.join(f'`{name}` has {len(t)} rows' for name,t in tables.items())}")
-        if not all(k.equals(keys[0]) for k in keys): raise ValueError(
-            f"some of {', '.join(f'`{name}`' for name in given)} have no keys, and the keys of the others come "
-            "in different orders; give keys to all")
-        tables = {name:t.set_axis(keys[0]) if keys else t for name,t in tables.items()}
+    keys = [tables[name].index for name,x in given.items() if isinstance(x, (dict, pd.Series, pd.DataFrame))]
+    if len(keys) < len(tables): tables = _by_position(tables, keys)
     index = pd.concat(tables.values(), axis=1).index
     if len(index) < 2: raise ValueError(f"a ranking needs at least 2 architectures; got {len(index)}")
+    tables = {name:t.reindex(index) for name,t in tables.items()}
     for name,t in tables.items():
-        tables[name] = t = t.reindex(index)
         bad = index[~np.isfinite(t).all(axis=1)]
         if len(bad): raise ValueError(f"`{name}` is missing or not finite at {_few(bad)}: such an architecture "
                                       "has no rank. Leave it out everywhere, or give it the worst value")
@@ -168,7 +170,7 @@ def tau_ceiling(
     seeds = _seeds(_align(seeds=seeds)['seeds'])
     return {k:float(v) for k,v in _ceiling(_halves(seeds), seeds.shape[1]).items()}
 
-# %% ../nbs/28_rank.ipynb #c72a6045
+# %% ../nbs/28_rank.ipynb #04875707
 def _one_training(seeds, one, n_void=0):
     "The tau of a column of `one`, or of `seeds` if it is `None`, with the mean of the other seeds; averaged over seeds"
     others = (seeds.sum(1, keepdims=True) - seeds)/(seeds.shape[1]-1)
@@ -230,6 +232,12 @@ def __repr__(self:RankReport): return self._head() + '\n' + self._text().to_stri
 def _repr_html_(self:RankReport): return f'<p>{self._head()}</p>' + self._text().to_html()
 
 # %% ../nbs/28_rank.ipynb #584ab56d
+def _columns(cost):
+    "The costs of a table by their names"
+    res = {str(name):x.to_numpy() for name,x in cost.items()}
+    if len(res) == cost.shape[1] and 'prediction' not in res: return res
+    raise ValueError(f"`cost` must have columns of different names, none of them 'prediction'; got {[*cost]}")
+
 def rank_report(
     pred,             # what the supernet says, higher is better: array, or Series or dict by architecture
     true,             # what is true: the same
@@ -241,12 +249,9 @@ def rank_report(
     seed:int=0        # of the resampling
 ) -> RankReport:
     "All measures of a ranking with intervals, beside the cost alone, one training, and the ceiling that noise sets"
-    extra = {n:x for n,x in dict(cost=cost, seeds=seeds, one=one).items() if x is not None}
-    tables = _align(pred=pred, true=true, **extra)
+    tables = _align(pred=pred, true=true, cost=cost, seeds=seeds, one=one)
     pred,true = _pair(tables['pred'], tables['true'])
-    costs = {str(c):x.to_numpy() for c,x in tables['cost'].items()} if 'cost' in tables else {}
-    if 'cost' in tables and (len(costs) < tables['cost'].shape[1] or 'prediction' in costs): raise ValueError(
-        f"`cost` must have columns of different names, none of them 'prediction'; got {[*tables['cost']]}")
+    costs = _columns(tables.get('cost', pd.DataFrame()))
     seeds,one = (_seeds(tables[n], n) if n in tables else None for n in ('seeds', 'one'))
     if one is not None and np.shape(seeds) != one.shape: raise ValueError(
         f"`one` must have a column for each of `seeds`; got the shapes {one.shape} and {np.shape(seeds)}")
