@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 
-from kshot_nas.callbacks import phased_opt
+from kshot_nas.optimizer import phased_opt
 from kshot_nas.cost import CostTable
 from kshot_nas.layers import KLayer
 from kshot_nas.mobilenet import mobilenet_supernet
@@ -74,14 +74,12 @@ class Items:
         return clock()-t
 
 class Codes:
-    "Steps for the codes, as `PathSampler` makes them"
+    "Steps for the codes, as `AlternatingTraining` makes them"
     def __init__(self, net): self.net,self.coder = net.to(device),SimplexNet(net.space, net.k).to(device)
     def __call__(self, archs, x, y) -> float:
-        t,lams = clock(),self.coder(archs)
-        leaf,self.net.code.fixed = lams.detach().requires_grad_(),True
-        for part,pred in zip(y.tensor_split(len(archs)), self.net.each_group(x, archs, leaf)): (F.cross_entropy(pred, part)*len(part)/len(y)).backward()
-        self.net.code.fixed = False
-        (lams*leaf.grad).sum().backward()
+        t = clock()
+        with self.net.frozen(): pred = self.net.forward_paths(x, archs, self.coder(archs))
+        F.cross_entropy(pred, y).backward()
         return clock()-t
 
 def ratios(rows:list, base:str, what='step') -> pd.DataFrame:

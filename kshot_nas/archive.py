@@ -7,7 +7,8 @@ __all__ = ['fingerprint', 'Archive', 'read_archive']
 
 # %% ../nbs/29_archive.ipynb #328644c9
 import hashlib, json, sqlite3, time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from itertools import zip_longest
 from pathlib import Path
 
 import pandas as pd
@@ -19,42 +20,54 @@ from .space import Arch, SearchSpace
 
 # %% ../nbs/29_archive.ipynb #86c86dd1
 def fingerprint(
-    o  # a module, or a list of tensors
+    weights  # a module, or a list of tensors
 ) -> str:
     "A short text that is the same for the same weights, and for no others"
-    h,state = hashlib.sha256(),o.state_dict() if isinstance(o, nn.Module) else dict(enumerate(o))
+    state = weights.state_dict() if isinstance(weights, nn.Module) else dict(enumerate(weights))
+    h = hashlib.sha256()
     for name,x in state.items():
-        h.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode() if torch.is_tensor(x) else f'{name} {x!r}'.encode())
-        if torch.is_tensor(x): h.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        if torch.is_tensor(x):
+            h.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
+            h.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        else: h.update(f'{name} {x!r}'.encode())
     return h.hexdigest()[:16]
 
 # %% ../nbs/29_archive.ipynb #4a28ce15
 _schema = """CREATE TABLE about(key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE evaluations(number INTEGER PRIMARY KEY, arch TEXT, metrics TEXT, costs TEXT, failure TEXT, generation INTEGER, seed INTEGER,
-    space TEXT, weights TEXT, settings TEXT, digest TEXT, UNIQUE(weights, settings, arch))"""
+CREATE TABLE evaluations(number INTEGER PRIMARY KEY, arch TEXT, metrics TEXT, costs TEXT, failure TEXT,
+    generation INTEGER, seed INTEGER, settings TEXT, digest TEXT, UNIQUE(settings, arch))"""
 _application = 0x6b73686f       # SQLite's place for a number by which a program knows its files
 
-def _digest(row:dict) -> str: return hashlib.sha256(json.dumps({k:v for k,v in row.items() if k not in ('number', 'digest')}, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def _digest(row:dict) -> str:
+    told = {k:v for k,v in row.items() if k not in ('number', 'digest')}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 def _rows(cursor):
     "The rows of a query, unless one is not what was written"
+    columns = [c[0] for c in cursor.description]
     for values in cursor:
-        row = dict(zip([c[0] for c in cursor.description], values))
-        if row.get('digest', digest := _digest(row)) != digest: raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
+        row = dict(zip(columns, values))
+        if row.get('digest') != _digest(row): raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
         yield row
 
 # %% ../nbs/29_archive.ipynb #565e3719
-_advice = {'full': 'Nothing that it holds is lost: make room, and search again with this archive', 'readonly': 'Allow writing to it and to its folder, or use a copy of it',
-           **dict.fromkeys(('malformed', 'decode'), 'It is damaged: restore it, or use another file'), 'not a database': 'It is no archive: use another file',
-           'unable to open': 'Is it a file? Allow writing to it and to its folder, or use a copy of it', 'locked': 'Another process has been writing to it for a minute'}
+_advice = {
+    'full': 'Nothing that it holds is lost: make room, and search again with this archive',
+    'readonly': 'Allow writing to it and to its folder, or use a copy of it',
+    'malformed': 'It is damaged: restore it, or use another file',
+    'decode': 'It is damaged: restore it, or use another file',
+    'not a database': 'It is no archive: use another file',
+    'unable to open': 'Is it a file? Allow writing to it and to its folder, or use a copy of it',
+    'locked': 'Another process has been writing to it for a minute'}
 
 @contextmanager
 def _clear_errors(path):
     "Errors of SQLite as errors that name the file `path` and say what to do"
     try: yield
     except (sqlite3.Error, OSError, UnicodeDecodeError) as e:
-        advice = next((a for word,a in _advice.items() if word in str(e)), 'Can it be read and written, and is there room?')
-        raise OSError(f"the archive {path} cannot be used: {e}. {advice}") from e
+        general = "Can it be read and written, and is there room?"
+        advice = [a for word,a in _advice.items() if word in str(e)] or [general]
+        raise OSError(f"the archive {path} cannot be used: {e}. {advice[0]}") from e
 
 # %% ../nbs/29_archive.ipynb #96f2edf6
 class Archive:
@@ -65,26 +78,20 @@ class Archive:
         weights:str='',     # the fingerprint of the weights they are evaluated with
         settings:dict=None, # what else their results depend on
     ):
-        self.path,self.space,self.weights,self.settings = Path(path),space,weights,json.dumps(settings or {}, sort_keys=True, default=str)
-        self.space_id = hashlib.sha256(space.to_json().encode()).hexdigest()[:16]
-        with _clear_errors(path):
+        self.path,self.space,self.weights = Path(path),space,weights
+        self.settings = json.dumps(settings or {}, sort_keys=True, default=str)
+        with _clear_errors(path), ExitStack() as undo:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.db = sqlite3.connect(self.path, timeout=60, isolation_level=None)      # every statement is a change of its own
-            try: self._open()
-            except BaseException: self.close(); raise
+            self.db = sqlite3.connect(self.path, timeout=60, isolation_level=None)  # each statement is one change
+            undo.callback(self.close)
+            self._open()
+            undo.pop_all()
 
     def close(self): self.db.close()
     def __enter__(self): return self
     def __exit__(self, *args): self.close()
 
 # %% ../nbs/29_archive.ipynb #6d6352b2
-def _difference(there:SearchSpace, here:SearchSpace) -> str:
-    "In which layers two spaces differ"
-    pairs = [(f'{kind} {i}', a[i:i+1], b[i:i+1]) for kind,a,b in (('layer', there.ops, here.ops), ('width layer', there.widths, here.widths))
-             for i in range(max(len(a), len(b)))]
-    lines = [f"{layer}: {a[0] if a else 'nothing'} there, {b[0] if b else 'nothing'} here" for layer,a,b in pairs if a != b]
-    return '\n  '.join(lines[:5] + [f'and {len(lines)-5} more']*(len(lines) > 5))
-
 @patch
 def _open(self:Archive):
     "Make the tables of a new file; refuse one that is not for us"
@@ -94,32 +101,49 @@ def _open(self:Archive):
         for statement in _schema.split(';'): run(statement)
         run("INSERT INTO about VALUES ('space',?), ('weights',?)", (self.space.to_json(), self.weights))
         run(f'PRAGMA application_id={_application}')
-    elif run('PRAGMA application_id').fetchone()[0] != _application: raise ValueError(f"{self.path} belongs to another program: use another file")
-    if not run("SELECT 1 FROM pragma_table_info('evaluations') WHERE name='digest'").fetchone():                # written before there were digests
-        rows = list(_rows(run('SELECT * FROM evaluations')))
-        run('ALTER TABLE evaluations ADD COLUMN digest TEXT')
-        for row in rows: run('UPDATE evaluations SET digest=? WHERE number=?', (_digest(row), row['number']))
+    elif run('PRAGMA application_id').fetchone()[0] != _application:
+        raise ValueError(f"{self.path} belongs to another program: use another file")
     about = dict(run('SELECT * FROM about'))
-    run('UPDATE about SET value=value'); run('COMMIT')                                  # may we write? Better to know now than after an evaluation
+    run('UPDATE about SET value=value')                 # may we write? Better to know now than after an evaluation
+    run('COMMIT')
+    self._check(about)
+    for _ in range(100):
+        try:
+            run('PRAGMA journal_mode=WAL')
+            run('PRAGMA synchronous=NORMAL')
+            break
+        except sqlite3.OperationalError: time.sleep(0.02)       # somebody else is about it; done once, it stays
+
+# %% ../nbs/29_archive.ipynb #220c446d
+def _difference(there:SearchSpace, here:SearchSpace) -> str:
+    "In which layers two spaces differ"
+    lines = []
+    for kind,a,b in ('layer', there.ops, here.ops),('width layer', there.widths, here.widths):
+        pairs = enumerate(zip_longest(a, b, fillvalue='nothing'))
+        lines += [f'{kind} {i}: {x} there, {y} here' for i,(x,y) in pairs if x != y]
+    return '\n  '.join(lines[:5] + [f'and {len(lines)-5} more']*(len(lines) > 5))
+
+@patch
+def _check(self:Archive, about:dict):
+    "Refuse an archive of another space or of other weights"
     try: there,weights = SearchSpace.from_json(about['space']),about['weights']
     except (KeyError, ValueError, TypeError) as e: raise sqlite3.DatabaseError('what it is about is malformed') from e
     if there != self.space:
-        raise ValueError(f"{self.path} is the archive of another space: use another file. They differ in\n  {_difference(there, self.space)}")
+        raise ValueError(f"{self.path} is the archive of another space: use another file. "
+                         f"They differ in\n  {_difference(there, self.space)}")
     if weights != self.weights:
-        raise ValueError(f"{self.path} is the archive of other weights: use another file, or the weights it was made with. "
-                         f"Their fingerprint is {weights or '(none)'} there, {self.weights or '(none)'} here")
-    for _ in range(100):
-        try: run('PRAGMA journal_mode=WAL'); run('PRAGMA synchronous=NORMAL'); break
-        except sqlite3.OperationalError: time.sleep(0.02)                               # somebody else is about it; done once, it stays
+        raise ValueError(f"{self.path} is the archive of other weights: use another file, or the weights it was made "
+                         f"with. Their fingerprint is {weights or '(none)'} there, {self.weights or '(none)'} here")
 
 # %% ../nbs/29_archive.ipynb #ddf89385
 @patch
 def get(self:Archive, archs:list) -> dict:
     "What the archive holds of `archs`: for each its metrics, and why it failed or `None`"
-    query,held = 'SELECT * FROM evaluations WHERE weights=? AND settings=? AND arch=?',{}
+    held = {}
     with _clear_errors(self.path):
         for a in archs:
-            for row in _rows(self.db.execute(query, (self.weights, self.settings, str(a)))): held[a] = json.loads(row['metrics']),row['failure']
+            found = self.db.execute('SELECT * FROM evaluations WHERE settings=? AND arch=?', (self.settings, str(a)))
+            for row in _rows(found): held[a] = json.loads(row['metrics']),row['failure']
     return held
 
 @patch
@@ -128,16 +152,18 @@ def put(self:Archive,
     metrics:dict,        # what its evaluation gave
     failure:str=None,    # why it failed, if it did
     costs:dict=None,     # what the architecture costs
-    generation:int=None, # when it was found
+    generation:int=None, # when it was tried
     seed:int=None        # by a search with this seed
 ) -> tuple:              # metrics and failure that the archive holds now
     "Write an evaluation down, unless the archive has it"
-    row = dict(arch=str(arch), metrics=json.dumps(metrics), costs=json.dumps(costs or {}), failure=failure, generation=generation, seed=seed,
-               space=self.space_id, weights=self.weights, settings=self.settings)
+    row = dict(arch=str(arch), metrics=json.dumps(metrics), costs=json.dumps(costs or {}), failure=failure,
+               generation=generation, seed=seed, settings=self.settings)
     row['digest'] = _digest(row)
     insert = f"INSERT OR IGNORE INTO evaluations({', '.join(row)}) VALUES ({', '.join('?'*len(row))})"
     with _clear_errors(self.path): self.db.execute(insert, tuple(row.values()))
-    if not (held := self.get([arch])): raise OSError(f"the archive {self.path} cannot be used: its index is malformed. {_advice['malformed']}")
+    held = self.get([arch])
+    with _clear_errors(self.path):
+        if not held: raise sqlite3.DatabaseError('its index is malformed')
     return held[arch]
 
 # %% ../nbs/29_archive.ipynb #5f8eb723
@@ -145,16 +171,14 @@ def put(self:Archive,
 def forget_failures(self:Archive):
     "Remove the evaluations that failed, so that they are tried again"
     with _clear_errors(self.path):
-        self.db.execute('DELETE FROM evaluations WHERE failure IS NOT NULL AND weights=? AND settings=?', (self.weights, self.settings))
+        self.db.execute('DELETE FROM evaluations WHERE failure IS NOT NULL AND settings=?', (self.settings,))
 
 # %% ../nbs/29_archive.ipynb #84fea8c7
 def read_archive(path) -> pd.DataFrame:
     "All evaluations that the archive `path` holds, in the order in which they were made"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no archive {path}")
-    with _clear_errors(path):
-        db = sqlite3.connect(path, timeout=60)
-        try:
-            rows = list(_rows(db.execute('SELECT * FROM evaluations ORDER BY number')))
-        finally: db.close()
-    for r in rows: r.pop('digest', None)
-    return pd.DataFrame([dict(arch=Arch.parse(r.pop('arch')), **{**json.loads(r.pop('costs')), **json.loads(r.pop('metrics'))}, **r) for r in rows])
+    with _clear_errors(path), closing(sqlite3.connect(path, timeout=60)) as db:
+        rows = list(_rows(db.execute('SELECT * FROM evaluations ORDER BY number')))
+    def columns(arch, costs, metrics, digest, **others):
+        return dict(arch=Arch.parse(arch), **{**json.loads(costs), **json.loads(metrics)}, **others)
+    return pd.DataFrame([columns(**row) for row in rows])

@@ -6,18 +6,18 @@
 __all__ = ['CostTable']
 
 # %% ../nbs/22_cost.ipynb #938c929c
-import copy, time
-from itertools import product
-from numbers import Real
+import math, time
 
 import numpy as np
 import torch
 from fastcore.basics import patch
+from scipy.special import softmax
 from torch import Tensor, nn
 
-from .layers import merge, track_stats
-from .space import Arch, _whole
-from .supernet import Supernet, _check_in_shape
+from .check import instance, number, sequence, whole
+from .convert import merge, track_stats
+from .space import Arch
+from .supernet import Supernet
 
 # %% ../nbs/22_cost.ipynb #10875683
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm
@@ -26,41 +26,87 @@ _counted = nn.Conv1d,nn.Conv2d,nn.Linear,*_norms
 class _Shapes:
     "Sends shapes through a copy of a supernet that has no weights"
     def __init__(self, net, in_shape):
-        self.net,self.in_shape,self.seen = net.skeleton(),in_shape,{}
+        self.net,self.in_shape = net.skeleton(),in_shape
         self.net.in_shape = in_shape
         for m in self.net.modules():
             if isinstance(m, _counted): m.register_forward_hook(self._note)
 
     def _note(self, m, args, out):
-        d = getattr(m, 'channel_dim', -1 if isinstance(m, (nn.Linear, nn.LayerNorm)) else 1)
-        self.seen[m] = args[0].shape[d],out.shape[d],self.seen.get(m, (0,0,0))[2] + out.numel()//out.shape[d]   # a layer may run twice
+        dim = getattr(m, 'channel_dim', -1 if isinstance(m, (nn.Linear, nn.LayerNorm)) else 1)
+        before = self.seen[m][2] if m in self.seen else 0                 # a layer may run twice
+        self.seen[m] = args[0].shape[dim],out.shape[dim],before + out.numel()//out.shape[dim]
 
     def __call__(self, arch):
         "Channels in, channels out and output positions of every layer that runs in `arch`"
         self.seen = {}
         self.net.switch(arch)
         try: self.net(torch.empty(1, *self.in_shape, device='meta'))
-        except Exception as e: raise ValueError(f"{arch} can't be run on inputs of shape {self.in_shape}, which its cost depends on: {e}") from e
+        except Exception as e:
+            raise ValueError(f"{arch} can't run on inputs of shape {self.in_shape}, as its cost requires: {e}") from e
         return self.seen
 
 # %% ../nbs/22_cost.ipynb #d05c25c7
 def _costs(m, n_in, n_out, positions):
     "Multiply-adds and parameters of the layer `m`, for numbers (or arrays) of channels"
-    theta,bias = (m._parameters.get(n) if n in m._parameters else m._parameters.get(o) for n,o in (('theta', 'weight'), ('theta_bias', 'bias')))
-    if isinstance(m, _norms): return 0*n_out, n_out*((theta is not None) + (bias is not None))
+    n_params = sum(1 for _ in m.parameters(recurse=False))                # weight and bias, or fewer
+    if isinstance(m, _norms): return 0*n_out, n_params*n_out*math.prod(getattr(m, 'normalized_shape', ())[:-1])
     if getattr(m, 'groups', 1) > 1: n_in = m.in_channels//m.groups
-    weights = n_out*n_in*np.prod(getattr(m, 'kernel_size', (1,)))
-    return positions*weights, weights + (n_out if bias is not None else 0)
+    weights = n_out*n_in*math.prod(getattr(m, 'kernel_size', ()))
+    return positions*weights, weights + (n_params-1)*n_out
 
 # %% ../nbs/22_cost.ipynb #350471e5
-def _dependencies(seen_full, seen_bits, n_widths, m):
-    "The numbers of the width choices on which the channels in and out of the layer `m` depend; -1 for none"
-    res = []
-    for side in (0,1):
-        i = sum((s[m][side] != seen_full[m][side]) << b for b,s in enumerate(seen_bits)) - 1
-        if i >= n_widths: raise ValueError(f"the channels of {m} depend on several width choices at once, which the cost table can't tell apart")
-        res.append(i)
-    return res
+def _alike(space):
+    "The architectures in which all layers use the same operation (rows) and the same ratio (columns), or their last"
+    n_ops,n_ratios = (max(map(len, o), default=1) for o in (space.ops, space.widths))
+    def at(i, choices): return [min(i, len(c)-1) for c in choices]
+    return [[Arch(at(i, space.ops), at(j, space.widths)) for j in range(n_ratios)] for i in range(n_ops)]
+
+class _Probes:
+    "What is seen of every layer in `archs`, which differ in width alone, and at widths that tell what depends on what"
+    def __init__(self, shapes, space, archs):
+        ops,widths = archs[-1].ops,archs[-1].widths
+        def cut(b): return [0 if n >> b & 1 else w for n,w in enumerate(widths, 1)]
+        self.space,self.ratios = space,[shapes(a) for a in archs]
+        self.full,self.bits = self.ratios[-1],[shapes(Arch(ops, cut(b))) for b in range(len(widths).bit_length())]
+
+    def depends_on(self, m, side):
+        "The width choice on which the channels in (0) or out (1) of `m` depend, as a column of an index; or `None`"
+        number = sum((seen[m][side] != self.full[m][side]) << b for b,seen in enumerate(self.bits))
+        if number > len(self.space.widths):
+            raise ValueError(f"the channels of {m} depend on several width choices at once, "
+                             "which the cost table can't tell apart")
+        return len(self.space.ops) + number - 1 if number else None
+
+# %% ../nbs/22_cost.ipynb #bf9f8454
+@patch
+def costs(self:_Probes, m):
+    "The columns on which the costs of the layer `m` depend, and its costs, (2, ...), with an axis for each column"
+    by_side = [self.depends_on(m, side) for side in (0,1)]
+    columns = sorted({c for c in by_side if c is not None})
+    def channels(side, column):                                    # shaped to go with those of the other side
+        n = [seen[m][side] for seen in self.ratios]
+        n = n[-1:] if column is None else n[:self.space.counts[column]]
+        return np.reshape(n, [-1 if c == column else 1 for c in columns])
+    both = _costs(m, channels(0, by_side[0]), channels(1, by_side[1]), self.full[m][2])
+    return columns,np.stack(np.broadcast_arrays(*both))
+
+def _factors(shapes, space):
+    "Pairs of columns and table: the columns are those of an index by which the table is looked up"
+    choices = [(i, c) for i,cs in enumerate(shapes.net.choices) for c in cs]
+    where = {m:(i, j) for i,c in choices for j,op in enumerate(c.ops.values()) for m in op.modules()}
+    tables = {}
+    for j,archs in enumerate(_alike(space)):
+        probes = _Probes(shapes, space, archs)
+        for m in probes.full:
+            layer,op = where.get(m, (None, 0))
+            if op != j: continue                                   # has been, or will be, counted
+            columns,costs = probes.costs(m)
+            if layer is not None: columns = [layer, *columns]
+            size = 2,*(space.counts[c] for c in columns)
+            table = tables.setdefault(tuple(columns), np.zeros(size, dtype=np.int64))
+            part = table if layer is None else table[:,op]
+            part += costs
+    return list(tables.items())
 
 # %% ../nbs/22_cost.ipynb #ddd05a41
 class CostTable:
@@ -69,95 +115,76 @@ class CostTable:
         net:Supernet,        # the supernet
         in_shape:tuple=None  # shape of one input; the supernet's own if `None`
     ):
-        if not isinstance(net, Supernet): raise TypeError(f"expected a Supernet; got {net!r:.100} ({type(net).__name__})")
-        self.space,self.in_shape = net.space,net.in_shape if in_shape is None else _check_in_shape(in_shape)
-        if self.in_shape is None: raise ValueError("costs depend on the size of the input: pass `in_shape`, such as (3, 224, 224)")
+        self.space,self.timings = instance(net, 'net', Supernet).space,None
+        in_shape = net.in_shape if in_shape is None else sequence(in_shape, 'in_shape', '(3, 224, 224)')
+        if in_shape is None: raise ValueError("costs depend on the input: pass its shape, such as in_shape=(3, 224, 224)")
+        self.in_shape = tuple(whole(n, 'each side of in_shape', 1) for n in in_shape)
         shapes = _Shapes(net, self.in_shape)
-        self.factors,self.timings = self._build(shapes),None
-        for arch in self.space.sample(8, seed=0):                                 # does it hold for architectures it was not built from?
-            want = tuple(sum((np.array(_costs(m, *o)) for m,o in shapes(arch).items()), np.zeros(2, dtype=np.int64)).tolist())
-            got = self.flops([arch]).item(),self.params([arch]).item()
-            if want != got: raise ValueError(f"the costs of this space don't add up layer by layer: {arch} has (FLOPs, params) {want}, the table says {got}. "
-                                                    "Does an operation change shapes depending on which other ones are chosen?")
+        self.factors = _factors(shapes, self.space)
+        self._check(shapes)
 
-# %% ../nbs/22_cost.ipynb #bf9f8454
-@patch
-def _build(self:CostTable, shapes):
-    "Pairs of genes and table: the genes are the columns of an index by which the table is looked up"
-    space,n_ops,n_widths = self.space,len(self.space.ops),len(self.space.widths)
-    last = [len(r)-1 for r in space.widths]
-    where = {m:(i,j) for i,cs in enumerate(shapes.net.choices) for c in cs for j,op in enumerate(c.ops.values()) for m in op.modules()}
-    tables = {}
-    for j in range(max(map(len, space.ops), default=1)):
-        def see(widths): return shapes(Arch([min(j, len(o)-1) for o in space.ops], widths))
-        full = see(last)
-        bits = [see([0 if (w+1) >> b & 1 else l for w,l in enumerate(last)]) for b in range(n_widths.bit_length())]
-        ratios = [see([min(r, l) for l in last]) for r in range(max(last, default=0))] + [full]
-        for m,(*_,positions) in full.items():
-            layer,op = where.get(m, (None,j))
-            if op != j or (layer is None and j > 0): continue                      # seen before
-            deps = [n_ops + d if d >= 0 else None for d in _dependencies(full, bits, n_widths, m)]
-            genes = tuple(sorted({d for d in deps if d is not None}))
-            def channels(side, dep):                                               # on one side, shaped to go with the other one's
-                n = np.array([s[m][side] for s in ratios][:space.counts[dep]] if dep is not None else [full[m][side]])
-                return n.reshape([-1 if g == dep else 1 for g in genes])
-            cost = np.stack(np.broadcast_arrays(*_costs(m, channels(0, deps[0]), channels(1, deps[1]), positions)))
-            key = genes if layer is None else (layer, *genes)
-            table = tables.setdefault(key, np.zeros((2, *(space.counts[g] for g in key)), dtype=np.int64))
-            if layer is None: table += cost
-            else: table[:,op] += cost
-    return list(tables.items())
+    def _check(self, shapes):
+        "Raise an error unless the table is right about some architectures"
+        for arch in self.space.sample(8, seed=0):
+            want = tuple(int(sum(n)) for n in zip((0, 0), *(_costs(m, *o) for m,o in shapes(arch).items())))
+            got = self.flops([arch]).item(),self.params([arch]).item()
+            if want != got: raise ValueError(
+                f"the costs of this space don't add up layer by layer: {arch} has (FLOPs, params) {want}, "
+                f"the table says {got}. Does an operation change shapes depending on which other ones are chosen?")
 
 # %% ../nbs/22_cost.ipynb #6f49bebe
 @patch
 def _look_up(self:CostTable, archs, factors):
-    "The sum of the entries that `archs` select from `factors`, pairs of genes and tables"
+    "The sum of the entries that `archs` select from `factors`, pairs of columns and tables"
     index = self.space.to_index(archs).numpy()
     res = np.zeros(len(index), dtype=np.result_type(*(t for _,t in factors)))
-    for rows in range(0, len(index), 32768):                                       # as many as the processor's cache holds
+    for rows in range(0, len(index), 32768):                               # as many as the processor's cache holds
         part = np.ascontiguousarray(index[rows:rows+32768].T)
-        for genes,table in factors: res[rows:rows+32768] += table[tuple(part[g] for g in genes)] if genes else table
+        for columns,table in factors: res[rows:rows+32768] += table[tuple(part[c] for c in columns)]
     return torch.from_numpy(res)
 
 @patch
 def flops(self:CostTable, archs) -> Tensor:
     "Multiply-adds for one input, for a list of `Arch` or an index"
-    return self._look_up(archs, [(g,t[0]) for g,t in self.factors])
+    return self._look_up(archs, [(c,t[0]) for c,t in self.factors])
 
 @patch
 def params(self:CostTable, archs) -> Tensor:
     "Numbers of parameters, for a list of `Arch` or an index"
-    return self._look_up(archs, [(g,t[1]) for g,t in self.factors])
+    return self._look_up(archs, [(c,t[1]) for c,t in self.factors])
 
 # %% ../nbs/22_cost.ipynb #f470e5d2
 @patch
 def flops_range(self:CostTable) -> tuple:
     "The least and the most multiply-adds of any architecture"
-    res = []
-    for pick,widths in (np.min, 0),(np.max, -1):              # costs grow with every width, so the extremes are at the extreme widths
-        total = 0
+    def extreme(pick, width):
         by_layer = {}
-        for genes,t in self.factors:
-            t = t[0][tuple(slice(None) if g < len(self.space.ops) else widths for g in genes)]
-            if t.ndim: by_layer[genes[0]] = by_layer.get(genes[0], 0) + t
-            else: total += t
-        res.append(int(total + sum(pick(t) for t in by_layer.values())))
-    return tuple(res)
+        for columns,table in self.factors:
+            t = table[0][tuple(slice(None) if c < len(self.space.ops) else width for c in columns)]
+            layer = columns[0] if t.ndim else None
+            by_layer[layer] = by_layer.get(layer, 0) + t
+        return int(sum(pick(t) for t in by_layer.values()))
+    return extreme(np.min, 0),extreme(np.max, -1)
 
+# %% ../nbs/22_cost.ipynb #baab35f1
 @patch
-def _loaded_dice(self:CostTable, target, rng, n=4096):
-    "Probabilities of the choices of each gene under which architectures cost `target` on average"
-    index = self.space.sample(n, seed=int(rng.integers(2**31)), as_index=True).numpy()
-    flops,counts = self.flops(index).numpy().astype(float),self.space.counts
-    means = [np.array([flops[index[:,g]==i].mean() if (index[:,g]==i).any() else flops.mean() for i in range(c)]) for g,c in enumerate(counts)]
-    def probs(beta): return [(e := np.exp(-beta*(m - m.min() if beta > 0 else m - m.max())/flops.std()))/e.sum() for m in means]
-    def draw(ps, n): return np.stack([rng.choice(len(p), n, p=p) for p in ps], 1)
-    lo,hi = -200.,200.
-    for _ in range(30):                                       # bisection: a larger beta makes it cheaper
-        beta = (lo+hi)/2
-        if self.flops(draw(probs(beta), 256)).double().mean() > target: lo = beta
-        else: hi = beta
-    return lambda n: draw(probs(beta), n)
+def _loaded_dice(self:CostTable, target, rng):
+    "A function that draws an index of architectures which cost `target` on average"
+    index = self.space.sample(4096, seed=int(rng.integers(2**31)), as_index=True).numpy()
+    flops = self.flops(index).numpy().astype(float)
+    def average(choice, count):                                   # what architectures with each of the choices cost
+        n,total = np.bincount(choice, minlength=count),np.bincount(choice, flops, count)
+        return np.where(n > 0, total/np.maximum(n, 1), flops.mean())
+    means = [average(*o) for o in zip(index.T, self.space.counts)]
+    def draw(n, beta):
+        probs = [softmax(-beta*(m - flops.mean())/flops.std()) for m in means]
+        return np.stack([rng.choice(len(p), n, p=p) for p in probs], 1)
+    low,high = -200.,200.
+    for _ in range(30):                                           # bisection: a larger beta makes it cheaper
+        beta = (low+high)/2
+        if self.flops(draw(256, beta)).double().mean() > target: low = beta
+        else: high = beta
+    return lambda n: draw(n, beta)
 
 # %% ../nbs/22_cost.ipynb #4b808ddf
 @patch
@@ -168,24 +195,24 @@ def sample_under(self:CostTable,
     seed:int=None          # the same seed gives the same architectures
 ) -> list:
     "Architectures drawn at random among those within the budget"
-    n,seed = _whole(n, 'n'),None if seed is None else _whole(seed, 'seed')
-    for name,x in dict(max_flops=max_flops, min_flops=min_flops).items():
-        if x is not None and not isinstance(x, Real): raise TypeError(f"{name} must be a number, such as 330e6, or None; got {x!r}")
+    n,rng = whole(n, 'n'),np.random.default_rng(None if seed is None else whole(seed, 'seed'))
     least,most = self.flops_range()
-    low,high = least if min_flops is None else min_flops,most if max_flops is None else max_flops
-    if not (low <= high and low <= most and high >= least):
-        raise ValueError(f"no architecture has between {low:,} and {high:,} multiply-adds: this space goes from {least:,} to {most:,}")
-    rng,found,draw = np.random.default_rng(seed),[],lambda n: self.space.sample(n, seed=int(rng.integers(2**31)), as_index=True).numpy()
+    low = least if min_flops is None else number(min_flops, 'min_flops')
+    high = most if max_flops is None else number(max_flops, 'max_flops')
+    if not max(low, least) <= min(high, most): raise ValueError(
+        f"no architecture has between {low:,} and {high:,} multiply-adds: this space goes from {least:,} to {most:,}")
+    target = high if min_flops is None else low if max_flops is None else (low+high)/2
+    found = []
+    def draw(n): return self.space.sample(n, seed=int(rng.integers(2**31)), as_index=True).numpy()
     for tries in range(1000):
         index = draw(4096)
-        flops = self.flops(index).numpy()                                   # torch would compare them with a float in single precision
+        flops = self.flops(index).numpy()                          # torch would compare in single precision
         found += self.space.from_index(index[(flops >= max(low, least)) & (flops <= min(high, most))][:n-len(found)])
         if len(found) >= n: return found
-        if tries == 0 and len(found) < 41:
-            target = high if min_flops is None else low if max_flops is None else (low+high)/2
-            draw = self._loaded_dice(min(max(target, least), most), rng)
+        if tries == 0 and len(found) < 41: draw = self._loaded_dice(min(max(target, least), most), rng)
         if tries == 50 and not found: break
-    raise ValueError(f"found {len(found)} of {n} architectures between {low:,} and {high:,} multiply-adds in {(tries+1)*4096:,} draws; widen the budget")
+    raise ValueError(f"found {len(found)} of {n} architectures between {low:,} and {high:,} multiply-adds "
+                     f"in {(tries+1)*4096:,} draws; widen the budget")
 
 # %% ../nbs/22_cost.ipynb #222a1e94
 class _Timed(nn.Sequential):
@@ -193,41 +220,52 @@ class _Timed(nn.Sequential):
     def __init__(self, layer, op, now):
         super().__init__(op)
         self.layer,self.now,self.spent = layer,now,0.
-    def __deepcopy__(self, memo): return _Timed(self.layer, copy.deepcopy(self[0], memo), self.now)
     def forward(self, x):
         start = self.now()
         res = super().forward(x)
         self.spent = self.now() - start
         return res
 
+@torch.inference_mode()
+def _milliseconds(net, arch, x, bs, repeats):
+    "How long each layer of the plain network of `arch` takes with `bs` images, and, last, all that is not searched"
+    def now():
+        if x.is_cuda: torch.cuda.synchronize(x.device)
+        return time.perf_counter()
+    with net.use(arch):
+        timed = {c:_Timed(i, c.chosen, now) for i,cs in enumerate(net.choices) for c in cs}
+        model = track_stats(merge(net.net, x, replace=timed)).eval()
+    ops,runs = [m for m in model.modules() if isinstance(m, _Timed)],[]
+    for _ in range(repeats+2):                                             # the first two runs warm up
+        start = now()
+        model(x[:bs])
+        total,spent = now() - start,np.zeros(len(net.choices))
+        for m in ops: spent[m.layer] += m.spent
+        runs.append([*spent, total - spent.sum()])
+    return 1000*np.min(runs[2:], 0)
+
+# %% ../nbs/22_cost.ipynb #51fd2a4a
+def _inner_width(net, choices):
+    "The first width choice inside of `choices`, as a column of an index; `None` if there is none"
+    inside = {m for c in choices for m in c.modules()}
+    cut = [any(m in inside for m,_ in layers) for layers in net.cuts.values()]
+    return len(net.space.ops) + cut.index(True) if any(cut) else None
+
 @patch
 def measure_latency(self:CostTable,
     net:Supernet,    # the supernet, on the device to be measured
     bs:int=1,        # images at a time
-    repeats:int=10   # how often each is measured; the fastest counts, since disturbances only ever slow things down
+    repeats:int=10   # how often each is measured; the fastest counts
 ) -> CostTable:
-    "Measure how long each operation of each layer takes at each width, in plain networks on the device that `net` is on"
-    for name,n in dict(bs=bs, repeats=repeats).items():
-        if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
-    space,device,n_ops = net.space,next(net.parameters()).device,len(net.space.ops)
-    def now():
-        if device.type == 'cuda': torch.cuda.synchronize(device)
-        return time.perf_counter()
-    x,n_ratios = torch.zeros(max(bs, 2), *self.in_shape, device=device),max(map(len, space.widths), default=1)
-    times = []
-    for j,r in product(range(max(map(len, space.ops), default=1)), range(n_ratios)):
-        with torch.inference_mode(), net.use(Arch([min(j, len(o)-1) for o in space.ops], [min(r, len(w)-1) for w in space.widths])):
-            model = track_stats(merge(net.net, x, replace={c:_Timed(i, c.chosen, now) for i,cs in enumerate(net.choices) for c in cs})).eval()
-            timed,runs = [m for m in model.modules() if isinstance(m, _Timed)],[]
-            for _ in range(repeats+2):
-                start = now(); model(x[:bs]); total = now() - start
-                spent = np.bincount([m.layer for m in timed], [m.spent for m in timed], n_ops) if timed else np.zeros(n_ops)
-                runs.append([*spent, total - spent.sum()])
-        times.append(1000*np.min(runs[2:], 0))                                   # the first two runs warm up
-    times = np.reshape(times, (-1, n_ratios, n_ops+1))
-    widths = [[n_ops+w for w,layers in enumerate(net.cuts.values()) if {m for m,_ in layers} & {m for c in cs for m in c.modules()}][:1] for cs in net.choices]
-    self.timings = [((i,*w), times[:len(o),:space.counts[w[0]],i] if w else times[:len(o),-1,i]) for i,(w,o) in enumerate(zip(widths, space.ops))]
-    self.timings.append(((), times[...,-1].mean()))                              # what is not searched
+    "Measure how long each operation of each layer takes at each width, in plain networks on the device of `net`"
+    bs,repeats = whole(bs, 'bs', 1),whole(repeats, 'repeats', 1)
+    x = torch.zeros(max(bs, 2), *self.in_shape, device=next(net.parameters()).device)
+    times = np.array([[_milliseconds(net, a, x, bs, repeats) for a in archs] for archs in _alike(net.space)])
+    timings = [((), times[...,-1].mean())]                                 # what is not searched
+    for i,(choices,names) in enumerate(zip(net.choices, net.space.ops)):
+        column,t = _inner_width(net, choices),times[:len(names),:,i]
+        timings.append(((i,), t[:,-1]) if column is None else ((i, column), t[:,:net.space.counts[column]]))
+    self.timings = timings
     return self
 
 @patch

@@ -14,29 +14,37 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .check import instance, one_of
 from .checkpoint import published
 from .space import Arch, SearchSpace
 
 # %% ../nbs/34_export.ipynb #80ca42a9
 def _prepared(model, x):
     "A copy of `model` to export, and images to try it on"
-    if not isinstance(model, nn.Module): raise TypeError(f"model must be an nn.Module; got {model!r}")
-    if x is not None and not (isinstance(x, Tensor) and x.is_floating_point() and x.ndim and len(x)): raise TypeError(f"x must be a float tensor of some images; got {x!r:.100}")
-    if x is None and getattr(model, 'in_shape', None) is None: raise ValueError("the size of the images is not known: pass `x`, some images to compare on")
-    if x is None: x = torch.randn(4, *model.in_shape, generator=torch.Generator().manual_seed(0))
+    instance(model, 'model', nn.Module)
+    shape = getattr(model, 'in_shape', None)
+    if x is None and shape is None:
+        raise ValueError("the size of the images is not known: pass `x`, some images to compare on")
+    if x is None: x = torch.randn(4, *shape, generator=torch.Generator().manual_seed(0))
+    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+        raise TypeError(f"x must be a float tensor of some images; got {x!r:.100}")
     x = x.detach().as_subclass(Tensor).cpu()
     model = deepcopy(model).cpu().eval().requires_grad_(False)
     try: model(x)
-    except Exception as e: raise ValueError(f"the model can't be run on x, images of shape {tuple(x.shape)}: {e}") from e
+    except Exception as e:
+        raise ValueError(f"the model can't be run on x, images of shape {tuple(x.shape)}: {e}") from e
     return model,x if len(x) > 1 else torch.cat([x, x])
 
 def _compare(model, run, x, what, tol):
     "Raise an error if `run` computes something else than `model`, on the images `x` or on one of them"
     for xb in (x, x[:1]):
-        want,got = model(xb),torch.as_tensor(run(xb))
-        if want.shape != got.shape or not (worst := (want-got).abs().max()) <= tol*(1+want.abs().max()):
-            raise RuntimeError(f"the exported {what} does not compute what the network does: " +
-                (f"shape {tuple(got.shape)} instead of {tuple(want.shape)}" if want.shape != got.shape else f"outputs differ by up to {worst:.2g}") + "; nothing was written")
+        want,got,why = model(xb),torch.as_tensor(run(xb)),None
+        if want.shape != got.shape: why = f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+        else:
+            worst = (want-got).abs().max()
+            if not worst <= tol*(1+want.abs().max()): why = f"outputs differ by up to {worst:.2g}"
+        if why: raise RuntimeError(
+            f"the exported {what} does not compute what the network does: {why}; nothing was written")
 
 # %% ../nbs/34_export.ipynb #ff6e26a9
 def export_torch(
@@ -50,7 +58,8 @@ def export_torch(
     if path.suffix != '.pt2': raise ValueError(f"the name of an exported program must end in .pt2; got {path.name!r}")
     model,x = _prepared(model, x)
     with published(path) as tmp:
-        torch.export.save(torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},)), tmp)
+        program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch')},))
+        torch.export.save(program, tmp)
         _compare(model, torch.export.load(tmp).module(), x, 'program', tol)
     return path
 
@@ -61,36 +70,39 @@ def export_onnx(
     x:Tensor=None,      # images to compare outputs on; noise of the shape `model.in_shape` if `None`
     tol:float=1e-4      # how much outputs may differ, relative to the largest
 ) -> Path:
-    "Write `model` as an ONNX file, input `image` and output `logits`, for batches of any size; needs the extra `onnx`"
+    "Write `model` as ONNX, input `image` and output `logits`, for batches of any size; needs the extra `onnx`"
     if missing := [m for m in ('onnx', 'onnxscript', 'onnxruntime') if importlib.util.find_spec(m) is None]:
         raise ImportError(f"exporting to ONNX needs {', '.join(missing)}: pip install 'kshot_nas[onnx]'")
     import onnxruntime
     (model,x),path = _prepared(model, x),Path(path)
     with published(path) as tmp, warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        torch.onnx.export(model, (x,), tmp, dynamo=True, external_data=False, verbose=False, input_names=['image'], output_names=['logits'],
+        torch.onnx.export(model, (x,), tmp, dynamo=True, external_data=False, verbose=False,
+                          input_names=['image'], output_names=['logits'],
                           dynamic_shapes=({0: torch.export.Dim('batch')},))
         session = onnxruntime.InferenceSession(tmp, providers=['CPUExecutionProvider'])
         _compare(model, lambda xb: session.run(None, {'image': xb.numpy()})[0], x, 'ONNX file', tol)
     return path
 
 # %% ../nbs/34_export.ipynb #28ee450d
+_format = 'kshot_nas model 1'
+
 def save_model(
     model:nn.Module,    # the network
     path,               # file to write
     arch:Arch,          # its architecture
     build:dict,         # arguments of the supernet function, such as `dict(n_in=1, n_out=10, widths=True)`
-    **info              # plain values to store along, such as `classes=[...]`
+    **info
 ) -> Path:
-    "Write weights, architecture and what it takes to rebuild `model`; safe to open with `load_model`"
-    weights = {n:v.detach().cpu() for n,v in model.state_dict().items()}
-    saved = dict(format='kshot_nas model 1', arch=str(arch), build=build, in_shape=getattr(model, 'in_shape', None), info=info, weights=weights)
+    "Write weights, architecture and what it takes to rebuild `model`; plain values in `info` are stored along"
+    saved = dict(format=_format, arch=str(arch), build=build, in_shape=getattr(model, 'in_shape', None), info=info,
+                 weights={n:v.detach().cpu() for n,v in model.state_dict().items()})
     with published(path) as tmp:
         try:
-            with open(tmp, 'wb') as f: torch.save(saved, f)                        # by its path, torch would write the temporary name into it
+            with open(tmp, 'wb') as f: torch.save(saved, f)     # given a path, torch writes its name into the file
             torch.load(tmp, weights_only=True)
-        except (AttributeError, TypeError, pickle.PickleError) as e:
-            raise TypeError("build and info must hold nothing but numbers, text, tensors, and lists, tuples and dicts of them") from e
+        except (AttributeError, TypeError, pickle.PickleError) as e: raise TypeError(
+            "build and info must hold nothing but numbers, text, tensors, and lists, tuples and dicts of them") from e
     return Path(path)
 
 def load_model(
@@ -100,19 +112,29 @@ def load_model(
     "The network in `path`, in evaluation mode, with its `arch` and the `info` that was stored along as attributes"
     try: saved = torch.load(path, map_location='cpu', weights_only=True)
     except FileNotFoundError: raise FileNotFoundError(f"there is no file {path}") from None
-    except Exception as e: raise ValueError(f"{path} is damaged, or was not written by `save_model` ({type(e).__name__})") from e
-    if not isinstance(saved, dict) or saved.get('format') != 'kshot_nas model 1': raise ValueError(f"{path} was not written by `save_model`")
+    except Exception as e:
+        raise ValueError(f"{path} is damaged, or was not written by `save_model` ({type(e).__name__})") from e
+    if not isinstance(saved, dict) or saved.get('format') != _format:
+        raise ValueError(f"{path} was not written by `save_model`")
     try:
-        model = supernet(k=1, **saved['build']).subnet(arch := Arch.parse(saved['arch']), weights='fresh')
+        arch = Arch.parse(saved['arch'])
+        model = supernet(k=1, **saved['build']).subnet(arch, weights='fresh')
         model.load_state_dict(saved['weights'])
         model.arch,model.info,model.in_shape = arch,saved['info'],saved['in_shape']
-    except Exception as e:
-        raise ValueError(f"{path} does not fit what {getattr(supernet, '__name__', supernet)} builds from {saved.get('build')}: is it the function the network was made with?") from e
+    except Exception as e: raise ValueError(
+        f"{path} does not fit what {getattr(supernet, '__name__', supernet)} builds from {saved.get('build')}: "
+        "is it the function the network was made with?") from e
     return model.eval()
 
 # %% ../nbs/34_export.ipynb #689f8b4a
-_meaning = dict(borrowed='with weights borrowed from the supernet: for ranking architectures, not what the network is capable of',
+_meaning = dict(borrowed='with weights borrowed from the supernet: for ranking architectures, '
+                         'not what the network is capable of',
                 retrained='after training on its own; averaged weights, those that are exported')
+
+def _version(name):
+    "The installed version of a package"
+    try: return version(name)
+    except PackageNotFoundError: return 'not installed'
 
 def model_card(
     path,                  # file to write, `.md` or `.json`
@@ -130,34 +152,44 @@ def model_card(
     recipe:dict=None       # how it was trained: `learn.recipe`, and more
 ) -> dict:                 # what was written
     "Write down what a network is, how good it is, and what that means"
-    if odd := set(accuracy) - set(_meaning): raise ValueError(f"accuracy must be told as {' or '.join(map(repr, _meaning))}; got {', '.join(map(repr, sorted(odd)))}")
-    if (kind := Path(path).suffix) not in ('.md', '.json'): raise ValueError(f"a card is written as .md or .json; got {Path(path).name!r}")
+    kind = one_of(Path(path).suffix, 'the ending of path', ('.md', '.json'))
+    for k in accuracy: one_of(k, 'a key of accuracy', _meaning)
     names = space.names(space.check(arch))
-    measured = {k:dict(value=float(a), standard_error=round(math.sqrt(a*(1-a)/n_valid), 4), meaning=_meaning[k]) for k,a in accuracy.items()}
-    card = dict(architecture=str(arch), operations=list(names['ops']), widths=[float(w) for w in names['widths']], space_size=str(space.size),
-                flops=flops, parameters=params, budget_flops=max_flops, accuracy=measured,
-                data=dict(name=data, training_images=n_train, validation_images=n_valid, seen_by_search=not held_out), seeds=seeds, recipe=recipe or {},
-                versions=dict(python=platform.python_version(), **{m:_version(m) for m in ('kshot_nas', 'torch', 'fastai')}))
-    with published(path) as tmp: tmp.write_text(_markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n', encoding='utf-8', errors='surrogateescape')
+    def measured(k, a):
+        return dict(value=float(a), standard_error=round(math.sqrt(a*(1-a)/n_valid), 4), meaning=_meaning[k])
+    card = dict(architecture=str(arch), operations=list(names['ops']), widths=[float(w) for w in names['widths']],
+                space_size=str(space.size), flops=flops, parameters=params, budget_flops=max_flops,
+                accuracy={k:measured(k, a) for k,a in accuracy.items()},
+                data=dict(name=data, training_images=n_train, validation_images=n_valid, seen_by_search=not held_out),
+                seeds=seeds, recipe=recipe or {}, versions=dict(python=platform.python_version()))
+    card['versions'] |= {m:_version(m) for m in ('kshot_nas', 'torch', 'fastai')}
+    text = _markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n'
+    with published(path) as tmp: tmp.write_text(text, encoding='utf-8', errors='surrogateescape')
     return card
 
-def _version(name) -> str:
-    "The installed version of a package"
-    try: return version(name)
-    except PackageNotFoundError: return 'not installed'
-
 # %% ../nbs/34_export.ipynb #8249a2db
-def _markdown(card) -> str:
+def _escaped(o): return re.sub(r'([\\`\[\]|])', r'\\\1', html.escape(' '.join(str(o).split()), quote=False))
+
+def _table(head, rows):
+    "A table in Markdown"
+    lines = [f"| {' | '.join(map(_escaped, row))} |" for row in (head, *rows)]
+    return '\n'.join([lines[0], '|---'*len(head) + '|', *lines[1:]])
+
+def _value(o):
+    "What a card says about something, as text"
+    if isinstance(o, dict): return ', '.join(f'{k}: {v}' for k,v in o.items())
+    if isinstance(o, list): return ', '.join(map(str, o))
+    if o is None: return 'not given'
+    return f'{o:,.0f}' if isinstance(o, (int, float)) else o
+
+def _markdown(card):
     "`card` to be read"
-    def text(o): return re.sub(r'([\\`\[\]|])', r'\\\1', html.escape(' '.join(str(o).split()), quote=False))
-    def table(head, rows): return '\n'.join([f"| {' | '.join(head)} |", '|---'*len(head) + '|', *(f"| {' | '.join(map(text, r))} |" for r in rows)])
-    def value(o):
-        if isinstance(o, dict): return ', '.join(f'{k}: {v}' for k,v in o.items())
-        if isinstance(o, list): return ', '.join(map(str, o))
-        return 'not given' if o is None else f'{o:,.0f}' if isinstance(o, (int, float)) else o
     data = card['data']
-    note = 'These images also guided the search, so the accuracy flatters.' if data['seen_by_search'] else 'The search has not seen these images.'
+    note = ('These images also guided the search, so the accuracy flatters.' if data['seen_by_search']
+            else 'The search has not seen these images.')
     rows = [(k, f"{a['value']:.4f}", f"{a['standard_error']:.4f}", a['meaning']) for k,a in card['accuracy'].items()]
-    return '\n\n'.join([f"# Network {text(card['architecture'])}", table(('accuracy', 'value', 'standard error', 'meaning'), rows),
-        f"Measured on {data['validation_images']:,} images of {text(data['name'])}; trained on {data['training_images']:,}. {note}",
-        table(('what', 'value'), [(k.replace('_', ' '), value(v)) for k,v in card.items() if k not in ('architecture', 'accuracy', 'data')])]) + '\n'
+    rest = [(k.replace('_', ' '), _value(v)) for k,v in card.items() if k not in ('architecture', 'accuracy', 'data')]
+    return '\n\n'.join([
+        f"# Network {_escaped(card['architecture'])}", _table(('accuracy', 'value', 'standard error', 'meaning'), rows),
+        f"Measured on {data['validation_images']:,} images of {_escaped(data['name'])}; "
+        f"trained on {data['training_images']:,}. {note}", _table(('what', 'value'), rest)]) + '\n'

@@ -10,22 +10,21 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
-from numbers import Real
 
 from torch import nn
 from torchvision.ops import Conv2dNormActivation, SqueezeExcitation
 
-from .space import SearchSpace
+from .check import number, one_of, sequence, whole
 from .supernet import OpChoice, Supernet, WidthChoice
 
 # %% ../nbs/20_mobilenet.ipynb #59f86541
 class MBConv(nn.Module):
-    "MobileNetV2's inverted bottleneck: expand with a 1x1 convolution, filter every channel by itself, weigh the channels if wanted, project"
+    "MobileNetV2's inverted bottleneck: expand, filter every channel by itself, weigh the channels if wanted, project"
     def __init__(self,
         ni:int,               # channels in
         nf:int,               # channels out
         ks:int=3,             # size of the depthwise kernel
-        expand:int=6,         # how many times `ni` channels there are inside; at 1 nothing is expanded
+        expand:int=6,         # how many times as many channels there are inside; at 1 nothing is expanded
         stride:int=1,         # of the depthwise convolution
         se_ratio:float=0.,    # squeezed channels as a share of the expanded ones; 0 for no squeeze-and-excitation
         act:type=nn.ReLU6,    # activation, after all convolutions but the last
@@ -37,11 +36,15 @@ class MBConv(nn.Module):
         layers['depthwise'] = conv(hidden, hidden, ks, stride, groups=hidden)
         if se_ratio: layers['se'] = SqueezeExcitation(hidden, max(1, round(hidden*se_ratio)))
         layers['project'] = Conv2dNormActivation(hidden, nf, 1, activation_layer=None)
-        if cut is not None:
-            if expand == 1: raise ValueError("a block with expand=1 has nothing expanded that could be cut; use a larger `expand`, or no `cut`")
-            cut(layers['expand'][0])
-            if se_ratio: cut(layers['se'].fc1); cut(layers['se'].fc2)
         self.residual,self.layers = stride == 1 and ni == nf,nn.Sequential(OrderedDict(layers))
+        if cut: self._mark(cut)
+
+    def _mark(self, cut):
+        "Let `cut` decide how many of the expanded channels stay"
+        if not hasattr(self.layers, 'expand'): raise ValueError("with expand=1 there is nothing to cut; leave out cut")
+        cut(self.layers.expand[0])
+        if hasattr(self.layers, 'se'):
+            for conv in (self.layers.se.fc1, self.layers.se.fc2): cut(conv)
 
     def forward(self, x):
         y = self.layers(x)
@@ -54,7 +57,7 @@ def mobilenet_ops(
     stride:int=1,          # 1 or 2
     act:type=nn.ReLU6,     # activation
     se_ratio:float=0.25,   # squeezed channels as a share of the expanded ones
-    identity:bool=True,    # offer `identity` even if the shape changes, as a 1x1 convolution?
+    identity:bool=True,    # offer identity even if the shape changes, as a 1x1 convolution?
     cut:WidthChoice=None   # may cut the expanded channels
 ) -> dict:
     "The operations to choose from in one layer, by name: kernel x expansion x with or without SE, and identity"
@@ -68,51 +71,52 @@ def mobilenet_ops(
 _stages = (32,4), (40,4), (80,4), (96,4), (192,4), (320,1)      # channels and number of layers
 _acts = dict(relu6=nn.ReLU6, hswish=nn.Hardswish)
 
-def _check_arguments(n_in, n_out, widths, size, strides, act, se_ratio, dropout):
-    "The ratios, the image size as (height, width) and the activation that are meant, or an error that says what is wrong"
-    for name,n in dict(n_in=n_in, n_out=n_out).items():
-        if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
-    if not isinstance(act, str) or act not in _acts: raise ValueError(f"act must be one of {', '.join(map(repr, _acts))}; got {act!r}")
-    if not (isinstance(se_ratio, Real) and 0 < se_ratio <= 1): raise ValueError(f"se_ratio must be above 0 and at most 1; got {se_ratio!r}")
-    if not (isinstance(dropout, Real) and 0 <= dropout < 1): raise ValueError(f"dropout must be at least 0 and below 1; got {dropout!r}")
-    strides,size = (tuple(x) if isinstance(x, (tuple,list)) else (x,)*n for x,n in ((strides,1), (size,2)))
-    if len(strides) != 1+len(_stages) or not all(s in (1,2) for s in strides):
-        raise ValueError(f"strides must be {1+len(_stages)} numbers, each 1 or 2: of the stem and of the {len(_stages)} stages; got {strides}")
-    if len(size) != 2 or set(map(type, size)) != {int}: raise ValueError(f"size must be an int, or two: (height, width); got {size}")
-    if min(size) < math.prod(strides):
-        raise ValueError(f"images of {size[0]}x{size[1]} are too small for the strides {strides}, which divide the size by {math.prod(strides)}; "
-                         "use larger images, or more strides of 1, such as (1,1,2,2,1,2,1) for 32x32")
-    if widths is True: widths = 0.2,0.4,0.6,0.8,1.0
-    ratios = () if widths is None or widths is False else SearchSpace((), (widths,)).widths[0]       # which checks them
-    return ratios,size,_acts[act]
+def _check_shape(size, strides):
+    "`size` as (height, width), if the strides leave something of it"
+    size = (size,size) if isinstance(size, int) else sequence(size, 'size', '(224, 224)')
+    if len(size) != 2: raise ValueError(f"size must be an int, or two: (height, width); got {size}")
+    strides,n = sequence(strides, 'strides', '(2,2,2,2,1,2,1)'),1+len(_stages)
+    if len(strides) != n or not set(strides) <= {1,2}:
+        raise ValueError(f"strides must be {n} numbers, 1 or 2, of the stem and of the {n-1} stages; got {strides}")
+    if min(whole(s, 'size', 1) for s in size) < math.prod(strides):
+        raise ValueError(f"images of {size} are too small for the strides {strides}, which divide the size by "
+                         f"{math.prod(strides)}; use larger images, or more strides of 1: (1,1,2,2,1,2,1) for 32x32")
+    return size
 
 # %% ../nbs/20_mobilenet.ipynb #b1463a7e
 def mobilenet_supernet(
     k:int=8,                        # number of items of every weight
     n_in:int=3,                     # channels of the images
     n_out:int=1000,                 # number of classes
-    widths:bool|Iterable=True,      # ratios to which layers may be cut; `True` for 0.2, 0.4, 0.6, 0.8, 1.0; `None` to leave widths alone
+    widths:bool|Iterable=True,      # ratios to cut layers to; True for 0.2, 0.4, 0.6, 0.8, 1.0; None for no cuts
     size:int|tuple=224,             # side of the images, or (height, width)
     strides:tuple=(2,2,2,2,1,2,1),  # of the stem and of each stage; for images of 32x32, (1,1,2,2,1,2,1)
     act:str='relu6',                # activation: 'relu6' or 'hswish'
     se_ratio:float=0.25,            # squeezed channels as a share of the expanded ones
-    identity_everywhere:bool=True,  # offer `identity` also where the shape changes, as a 1x1 convolution?
+    identity_everywhere:bool=True,  # offer identity also where the shape changes, as a 1x1 convolution?
     dropout:float=0.,               # share of the features dropped before the classifier in training
-    noise:float=1.                  # how the items start: see `kshotify`
+    noise:float=1.                  # how the items start: see kshotify
 ) -> Supernet:
     "The MobileNetV2-SE space: 21 searched layers of 13 operations, 24 width layers"
-    ratios,size,act = _check_arguments(n_in, n_out, widths, size, strides, act, se_ratio, dropout)
-    def new_cut(): return WidthChoice(ratios) if ratios else None
+    size,act = _check_shape(size, strides),_acts[one_of(act, 'act', _acts)]
+    for name,n in dict(n_in=n_in, n_out=n_out).items(): whole(n, name, 1)
+    number(se_ratio, 'se_ratio', above=0, most=1)
+    number(dropout, 'dropout', least=0, below=1)
+    def new_cut():
+        if widths is None or widths is False: return None
+        return WidthChoice((0.2, 0.4, 0.6, 0.8, 1.0) if widths is True else widths)
     net = nn.Sequential()
     net.stem = Conv2dNormActivation(n_in, 32, 3, strides[0], activation_layer=act)
     net.first = MBConv(32, 16, 3, 1, act=act)
     net.layers,ni = nn.Sequential(),16
     for (nf,n),stride in zip(_stages, strides[1:]):
         for i in range(n):
-            net.layers.append(OpChoice(mobilenet_ops(ni, nf, 1 if i else stride, act, se_ratio, identity_everywhere, new_cut())))
+            ops = mobilenet_ops(ni, nf, 1 if i else stride, act, se_ratio, identity_everywhere, new_cut())
+            net.layers.append(OpChoice(ops))
             ni = nf
     net.last = Conv2dNormActivation(ni, 1280, 1, activation_layer=act)
-    for conv in (net.stem[0], net.first.layers.project[0], net.last[0]) if ratios else (): new_cut()(conv)
+    for conv in (net.stem[0], net.first.layers.project[0], net.last[0]):
+        if cut := new_cut(): cut(conv)
     net.pool,net.flatten = nn.AdaptiveAvgPool2d(1),nn.Flatten()
     if dropout: net.dropout = nn.Dropout(dropout)
     net.head = nn.Linear(1280, n_out)

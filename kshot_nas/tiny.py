@@ -8,6 +8,7 @@ __all__ = ['tiny_ops', 'tiny_widths', 'Residual', 'tiny_supernet']
 # %% ../nbs/19_tiny.ipynb #fea0398d
 from torch import nn
 
+from .check import whole
 from .supernet import OpChoice, Supernet, WidthChoice
 
 # %% ../nbs/19_tiny.ipynb #58468107
@@ -18,9 +19,10 @@ class Residual(nn.Sequential):
 def _block(name, nf, cut):
     "The operation `name` on `nf` channels, its inner filters marked by the width choice `cut` if there is one"
     def conv(ks, **kw): return nn.Conv2d(nf, nf, ks, padding=ks//2, bias=False, **kw)
-    mark = cut or (lambda layer: layer)
     if name == 'skip': return nn.Identity()
-    inner = {'conv3': lambda: [mark(conv(3))], 'conv1': lambda: [mark(conv(1))], 'sep5': lambda: [mark(conv(1)), conv(5, groups=nf)]}[name]()
+    first = conv(3 if name == 'conv3' else 1)
+    if cut: cut(first)
+    inner = [first, conv(5, groups=nf)] if name == 'sep5' else [first]
     return Residual(*inner, nn.BatchNorm2d(nf), nn.ReLU(), conv(1), nn.BatchNorm2d(nf))
 
 # %% ../nbs/19_tiny.ipynb #5b1336f5
@@ -34,17 +36,18 @@ def tiny_supernet(
     widths:bool=False, # search for widths, too?
     n_layers:int=5,    # searched layers
     nf:int=16,         # channels between layers
-    grid:int=2,        # the last maps are averaged down to `grid` by `grid` for the classifier
-    **kwargs           # passed on to `Supernet`
+    grid:int=2,        # the last maps are averaged down to grid by grid for the classifier
+    **kwargs
 ) -> Supernet:
-    "A supernet for small images: `n_layers` layers of four operations, with four widths each if asked for"
-    for name,n in dict(n_in=n_in, n_out=n_out, n_layers=n_layers, nf=nf, grid=grid).items():
-        if type(n) is not int or n < 1: raise ValueError(f"{name} must be an int of at least 1; got {n!r}")
-    if type(size) is not int or size < 8: raise ValueError(f"size must be an int of at least 8; got {size!r}")
-    layers = [nn.Conv2d(n_in, nf, 3, stride=1 if size < 16 else 2, padding=1, bias=False), nn.BatchNorm2d(nf), nn.ReLU()]
+    "A supernet for small images: layers of four operations, with four widths each if wanted; `kwargs` go to Supernet"
+    for name,n in dict(n_in=n_in, n_out=n_out, n_layers=n_layers, nf=nf, grid=grid).items(): whole(n, name, 1)
+    whole(size, 'size', 8)
+    stem = nn.Conv2d(n_in, nf, 3, stride=1 if size < 16 else 2, padding=1, bias=False)
+    layers = [stem, nn.BatchNorm2d(nf), nn.ReLU()]
     for i in range(n_layers):
         cut = WidthChoice(tiny_widths) if widths else None
         layers.append(OpChoice({name: _block(name, nf, cut) for name in tiny_ops}))
         if i in (n_layers//3, 2*n_layers//3): layers.append(nn.MaxPool2d(2))
-    layers += [nn.BatchNorm2d(nf), nn.ReLU(), nn.AdaptiveAvgPool2d(grid), nn.Flatten(), nn.Linear(grid*grid*nf, n_out)]
+    head = nn.Linear(grid*grid*nf, n_out)
+    layers += [nn.BatchNorm2d(nf), nn.ReLU(), nn.AdaptiveAvgPool2d(grid), nn.Flatten(), head]
     return Supernet(nn.Sequential(*layers), k, in_shape=(n_in, size, size), **kwargs)

@@ -32,10 +32,14 @@ def copy_project(dest, nbs=True):
 def small_project(dest, **nbs):
     "A project of the notebooks `nbs`, each a list of cells"
     (copy_project(dest, nbs=False)/'nbs/images').mkdir(parents=True)
-    (dest/'_quarto.yml').write_text(yaml.safe_dump(dict(website=dict(sidebar=dict(contents=['index.ipynb', dict(section='More', contents=[f'{n}.ipynb' for n in nbs if n != 'index'])])))))
+    contents = ['index.ipynb', dict(section='More', contents=[f'{n}.ipynb' for n in nbs if n != 'index'])]
+    (dest/'_quarto.yml').write_text(yaml.safe_dump(dict(website=dict(sidebar=dict(contents=contents)))))
+    kernel = dict(kernelspec=dict(display_name='python3', language='python', name='python3'))
     for name,cells in nbs.items():
         cells = [dict(id=f'c{i}', metadata={}, **c) for i,c in enumerate([text('# A title\n\n> and more'), *cells])]
-        (dest/f'nbs/{name}.ipynb').write_text(json.dumps(dict(cells=cells, metadata=dict(kernelspec=dict(display_name='python3', language='python', name='python3')), nbformat=4, nbformat_minor=5)))
+        file = dest/f'nbs/{name}.ipynb'
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(dict(cells=cells, metadata=kernel, nbformat=4, nbformat_minor=5)))
     return dest
 
 def text(source): return dict(cell_type='markdown', source=source)
@@ -52,26 +56,29 @@ def site(tmp_path_factory):
 def soup(page): return BeautifulSoup(page.read_text(encoding='utf-8'), 'html.parser')
 @cache
 def anchors(page): return {tag['id'] for tag in soup(page).find_all(id=True)}
-def pages(site): return [p for p in sorted(site.glob('*.html')) if p.name != 'search.html']
+def pages(site): return [p for p in sorted(site.rglob('*.html')) if p.name != 'search.html' and '_static' not in p.parts]
+def name_of(site, page): return page.relative_to(site).as_posix()
 def sidebar(site): return yaml.safe_load((site.parent/'_quarto.yml').read_text())['website']['sidebar']['contents']
 
 def problems(site):
     "What is wrong with the pages: links, pictures, and text that should have been turned into something else"
     for page in pages(site):
+        name = name_of(site, page)
         for tag in soup(page).find_all(lambda t: t.get('href') or t.get('src')):
             url = tag.get('href') or tag['src']
             if re.match('[a-z]+:', url):
-                if tag.name != 'a': yield f'{page.name} loads {url}'
+                if tag.name != 'a': yield f'{name} loads {url}'
                 continue
             file,_,anchor = url.partition('#')
-            file = page.parent/file.partition('?')[0] if file else page
-            if not file.is_file(): yield f'{page.name} points to {url}: no such file'
-            elif anchor and anchor not in anchors(file): yield f'{page.name} points to {url}: no such anchor'
+            file = (page.parent/file.partition('?')[0]).resolve() if file else page
+            if not file.is_file(): yield f'{name} points to {url}: no such file'
+            elif anchor and anchor not in anchors(file): yield f'{name} points to {url}: no such anchor'
         for string in soup(page).body.find_all(string=True):
             if type(string) is not NavigableString: continue
             inside = {p.name for p in string.parents}
             marks = r'\]\(http' if 'pre' in inside else r'#\||:::|\$\$|\$[^$\s]([^$]*[^$\s])?\$(?!\d)|\]\(|\{[.#]?[\w-]+=|\\[a-z]+'
-            if not inside & {'code', 'script', 'style', 'annotation'} and re.search(marks, string): yield f'{page.name} has raw text: {string.strip()[:200]}'
+            if inside & {'code', 'script', 'style', 'annotation'}: continue
+            if re.search(marks, string): yield f'{name} has raw text: {string.strip()[:200]}'
 
 def test_pages_are_sound(site): assert list(problems(site)) == []
 
@@ -86,8 +93,8 @@ def test_problems_are_found(tmp_path, html, told):
 
 def test_every_page_of_the_sidebar(site):
     files = [f.replace('.ipynb', '.html') for o in sidebar(site) for f in ([o] if isinstance(o, str) else o['contents'])]
-    assert sorted(files) == [p.name for p in pages(site)] and files[0] == 'index.html'
-    names = [re.sub(r'^\d+_', '', f) for f in files]
+    assert set(files) == {name_of(site, p) for p in pages(site)} and files[0] == 'index.html'
+    names = [re.sub(r'(^|/)\d+_', r'\1', f) for f in files]
     assert len(set(names)) == len(names), 'Quarto would write two notebooks to one page'
     nav = soup(site/'index.html').find('nav', class_='bd-links')
     assert [a['href'] for a in nav.find_all('a') if a['href'] != '#'] == files[1:]
@@ -95,29 +102,34 @@ def test_every_page_of_the_sidebar(site):
 
 def test_pages_hold_what_the_notebooks_do(site):
     for page in pages(site):
-        cells = json.loads((site.parent/f'_proc/{page.stem}.ipynb').read_text())['cells']
+        name = name_of(site, page)
+        cells = json.loads((site.parent/'_proc'/name.replace('.html', '.ipynb')).read_text())['cells']
         outputs = [o.get('data', {}) for c in cells for o in c.get('outputs', [])]
         article = soup(page).find('article')
-        assert len(article.select('.cell_output img')) == sum('image/png' in o for o in outputs), f'{page.name} lacks pictures'
-        assert len(article.select('a.source')) == sum('show_doc(' in ''.join(c['source']) for c in cells), f'{page.name} lacks API entries'
-        assert len(article.select('.cell_output table.dataframe')) == sum('class="dataframe"' in ''.join(o.get('text/html', '')) for o in outputs), f'{page.name} lacks tables'
+        assert len(article.select('.cell_output img')) == sum('image/png' in o for o in outputs), f'{name} lacks pictures'
+        assert len(article.select('a.source')) == sum('show_doc(' in ''.join(c['source']) for c in cells), f'{name} lacks API entries'
+        assert len(article.select('.cell_output table.dataframe')) == sum('class="dataframe"' in ''.join(o.get('text/html', '')) for o in outputs), f'{name} lacks tables'
 
 def test_what_quarto_understands(tmp_path):
-    "Callouts, folded and hidden code, figure attributes, formulas, links with anchors"
+    "Callouts, folded, shown and hidden code, figure attributes, formulas, links with anchors, from folder to folder"
     proj = small_project(tmp_path, index=[
         text('::: {.callout-tip title="Mind"}\nThe $\\lambda$ gap.\n:::\n\n::: {.callout-warning}\n## Or not\nStay.\n:::'),
         text('![A picture](images/x.png){fig-align="center" fig-alt="so so" width=40px}'),
-        code('#| echo: false\n1+1', 'echoed'), code('#| code-fold: true\n2+2', 'folded'),
-        text('[there](01_more.ipynb#k-and-v2.0-now), `_version`')],
-        **{'01_more': [text('## K, and `v2.0`: now!'), text('$$\\begin{aligned}a&=\\log b\\\\c&=d\\end{aligned}$$'), text('costs $5 or $6')]})
+        code('#| echo: false\n1+1', 'echoed'), code('#| code-fold: true\n2+2', 'folded'), code('#| exports\n3+3', 'shown'),
+        text('[there](wing/01_more.ipynb#k-and-v2.0-now), `_version`')],
+        **{'02_near': [text('[far](wing/01_more.ipynb), `Arch`')], 'wing/01_more': [
+            text('## K, and `v2.0`: now!'), text('$$\\begin{aligned}a&=\\log b\\\\c&=d\\end{aligned}$$'), text('costs $5 or $6'),
+            text('[near](../02_near.ipynb), ![](../images/x.png)')]})
     shutil.copy(root/'nbs/images/report.png', proj/'nbs/images/x.png')
     res = run(proj)
     assert res.returncode == 0, res.stderr
-    index,more = (soup(proj/f'_docs/{f}.html').article for f in ('index', '01_more'))
+    index,near,more = (soup(proj/f'_docs/{f}.html').article for f in ('index', '02_near', 'wing/01_more'))
     assert [t.text for t in index.select('div.admonition > .admonition-title')] == ['Mind', 'Or not'] and index.select('div.tip')
     assert '1+1' not in index.text and 'echoed' in index.text and '2+2' in index.details.text
+    assert '3+3' in index.text and '3+3' not in index.details.text and 'Exported source' not in index.text
     assert index.img['alt'] == 'A picture' and '40px' in index.img['style']
-    assert index.find('a', string='there')['href'].startswith('01_more.html#')
+    assert index.find('a', string='there')['href'].startswith('wing/01_more.html#')
+    assert near.find('a', string='far')['href'] == 'wing/01_more.html' and more.find('a', string='near')['href'] == '../02_near.html'
     assert not index.select('a code'), 'a private name was linked'
     assert len(more.select('math')) == 1 and len(more.select('mtr')) == 2 and 'costs $5 or $6' in more.text
     assert list(problems(proj/'_docs')) == []
@@ -127,11 +139,13 @@ def test_a_fault_ends_the_build(tmp_path):
     assert res.returncode != 0 and not (tmp_path/'_docs').exists()
     for told in '00_gone.ipynb', 'gone.png', '.wide', 'nosuchthing': assert told in res.stderr
 
-def test_an_unknown_directive_is_refused():
+def test_directives_and_names_of_pages():
     spec = importlib.util.spec_from_file_location('docs', root/'tools/docs.py')
     docs = importlib.util.module_from_spec(spec); spec.loader.exec_module(docs)
     assert docs.convert(dict(metadata={}, **code('#| echo: false\n1')), None)['metadata'] == dict(tags=['remove-input'])
     with pytest.raises(ValueError, match='fig-cap: x'): docs.convert(dict(metadata={}, **code('#| fig-cap: x\n1')), None)
+    pages = {'index.ipynb': 'index.html', '10_lowrank.ipynb': 'lowrank.html', 'study/41_bench.ipynb': 'study/bench.html'}
+    assert {f: docs.page_of(f) for f in pages} == pages
 
 @pytest.fixture(scope='module')
 def browser(tmp_path_factory):
@@ -174,8 +188,8 @@ def test_no_page_is_wider_than_a_phone(browser, site):
     try:
         for page in pages(site):
             browser.open(page, width=400)
-            assert browser.js('document.documentElement.scrollWidth') == 400, page.name
-            assert complaints(browser) == [], page.name
+            assert browser.js('document.documentElement.scrollWidth') == 400, name_of(site, page)
+            assert complaints(browser) == [], name_of(site, page)
     finally: browser('Emulation.setScriptExecutionDisabled', value=False)
 
 @needs_browser

@@ -1,4 +1,4 @@
-"What keeps the notebooks, the package and the README one thing. What the library does is tested in the notebooks themselves."
+"What keeps notebooks, package, sidebar and README one thing, and the package usable wherever it is installed."
 import ast
 import filecmp
 import importlib
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -24,24 +25,38 @@ cfg  = ini['DEFAULT']
 needs_nbdev = pytest.mark.skipif(importlib.util.find_spec('nbdev') is None, reason='nbdev is not installed in this environment')
 
 def load(nb): return json.loads(nb.read_text(encoding='utf-8'))
-def code(nb): return [''.join(c['source']) for c in load(nb)['cells'] if c['cell_type'] == 'code']
+def cells(nb, kind): return [''.join(c['source']) for c in load(nb)['cells'] if c['cell_type'] == kind]
+def place(path): return path.relative_to(root/'nbs' if path.suffix == '.ipynb' else root).as_posix()
+def number(nb): return int(nb.name.split('_')[0])
+
 def module(nb):
-    "The name of the module that `nb` exports, or None"
-    found = [m[1] for s in code(nb) if (m := re.match(r'#\|\s*default_exp\s+(\S+)', s))]
-    return found[0] if found else None
+    "The name of the module that `nb` exports, as `study.bench`, or None"
+    names = [m[1] for s in cells(nb, 'code') if (m := re.match(r'#\|\s*default_exp\s+(\S+)', s))]
+    return names[0] if names else None
+
+def file_of(mod): return root/'kshot_nas'/f"{mod.replace('.', '/')}.py"
 
 modules = {module(nb): nb for nb in nbs if module(nb)}
+exported = [p for p in sorted((root/'kshot_nas').rglob('*.py')) if p.name != '_modidx.py']
+sources  = [*exported, *(p for d in ('benchmarks', 'tools', 'tests') for p in sorted((root/d).glob('*.py')))]
 
 def run(*args, cwd, **env):
-    return subprocess.run([str(a) for a in args], cwd=cwd, capture_output=True, text=True, env={**os.environ, **env})
+    env = {k:v for k,v in {**os.environ, **env}.items() if v is not None}
+    return subprocess.run([str(a) for a in args], cwd=cwd, capture_output=True, text=True, env=env)
 
 def tool(name): return Path(sys.executable).with_name(name)
+
+def listed(places):
+    "Fail with a list of `places` if there are any"
+    if places: pytest.fail('\n'.join(places), pytrace=False)
 
 def copy_project(dest):
     "The part of the project that nbdev works on, copied to `dest`"
     for d in ('nbs', 'kshot_nas'): shutil.copytree(root/d, dest/d, symlinks=True, ignore=shutil.ignore_patterns('__pycache__'))
     for f in ('settings.ini', '_quarto.yml', 'pyproject.toml'): shutil.copy(root/f, dest)
     return dest
+
+# Notebooks and package --------------------------------------------------------------------------------------------------------
 
 @needs_nbdev
 def test_every_notebook_is_run(monkeypatch):
@@ -70,10 +85,11 @@ def test_package_is_what_the_notebooks_export(tmp_path):
     proj = copy_project(tmp_path)
     res = run(tool('nbdev_export'), cwd=proj)
     assert res.returncode == 0, res.stderr
-    names = {p.name for p in (root/'kshot_nas').glob('*.py')} | {p.name for p in (proj/'kshot_nas').glob('*.py')}
-    _,differ,missing = filecmp.cmpfiles(root/'kshot_nas', proj/'kshot_nas', names, shallow=False)
+    held = {place(p) for p in (root/'kshot_nas').rglob('*.py')} | {p.relative_to(proj).as_posix() for p in (proj/'kshot_nas').rglob('*.py')}
+    _,differ,missing = filecmp.cmpfiles(root, proj, sorted(held), shallow=False)
     assert not differ + missing, f'run nbdev_export: {differ + missing} differ from the notebooks'
-    assert {p.stem for p in (root/'kshot_nas').glob('*.py')} == {*modules, '__init__', '_modidx'}, 'a module without a notebook'
+    made = {place(file_of(m)) for m in modules} | {f'kshot_nas/{d}__init__.py' for d in ('', 'study/', 'app/')} | {'kshot_nas/_modidx.py'}
+    assert held == made, f'a module without a notebook, or the other way around: {held ^ made}'
 
 @needs_nbdev
 def test_notebooks_are_clean(tmp_path):
@@ -83,37 +99,78 @@ def test_notebooks_are_clean(tmp_path):
     for nb in nbs:
         assert load(nb) == load(proj/nb.relative_to(root)), f'run nbdev_clean: {nb.name} carries what a run left behind'
 
-@pytest.mark.parametrize('nb', nbs, ids=lambda nb: nb.stem)
+@pytest.mark.parametrize('nb', nbs, ids=place)
 def test_cells_and_outputs(nb):
-    cells = load(nb)['cells']
-    ids = [c['id'] for c in cells]
+    every = load(nb)['cells']
+    ids = [c['id'] for c in every]
     assert len(set(ids)) == len(ids), 'two cells with one id'
-    for c in cells:
-        for out in c.get('outputs', []):
-            assert out['output_type'] != 'error', out
-            assert out.get('name') != 'stderr', f'a warning or a progress bar was stored: {out}'
-            assert not re.search(r'/(home|root|work|tmp|Users)/', json.dumps({k:v for k,v in out.get('data', {}).items() if k != 'image/png'}) + str(out.get('text')))
+    for out in (o for c in every for o in c.get('outputs', [])):
+        assert out['output_type'] != 'error', out
+        assert out.get('name') != 'stderr', f'a warning or a progress bar was stored: {out}'
+        shown = json.dumps({k:v for k,v in out.get('data', {}).items() if k != 'image/png'}) + str(out.get('text'))
+        assert not re.search(r'/(home|root|work|tmp|Users)/', shown), shown
 
-def imported(source):
-    "Names of the modules of this package that Python `source` imports"
+def test_links_between_notebooks():
+    links = [(nb, link) for nb in nbs for text in cells(nb, 'markdown') for link in re.findall(r'\]\((?!\w+:|#)([^)#\s]+)', text)]
+    listed([f'{place(nb)} links to {link}, which is not there' for nb,link in links if not (nb.parent/link).exists()])
+    listed([f'{place(nb)}: {m}' for nb in nbs for text in cells(nb, 'markdown') for m in re.findall(r'[Cc]hapters? \d+', text)])
+
+# How the modules are laid out --------------------------------------------------------------------------------------------------
+
+def imports(mod, source):
+    "Modules of this package that Python `source` of the module `mod` imports, each with the names that it takes from there"
+    package = ['kshot_nas', *mod.split('.')][:-1]
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module and node.module.startswith('kshot_nas'):
-            parts = node.module.split('.')
-            yield from ([parts[1]] if len(parts) > 1 else [a.name for a in node.names])
-        elif isinstance(node, ast.ImportFrom) and node.level: yield (node.module or node.names[0].name).split('.')[0]
-        elif isinstance(node, ast.Import): yield from (a.name.split('.')[1] for a in node.names if a.name.startswith('kshot_nas.'))
+        if isinstance(node, ast.Import): yield from ((a.name.removeprefix('kshot_nas.'), []) for a in node.names if a.name.startswith('kshot_nas.'))
+        if not isinstance(node, ast.ImportFrom): continue
+        base = [*package[:len(package)+1-node.level]*(node.level > 0), *(node.module or '').split('.')]
+        base,names = '.'.join(filter(None, base)),[a.name for a in node.names]
+        if base.split('.')[0] != 'kshot_nas': continue
+        inner = base.removeprefix('kshot_nas').lstrip('.')
+        if inner in modules: yield inner,names
+        else: yield from (('.'.join(filter(None, [inner, n])), []) for n in names)
+
+def test_imports_are_found():
+    code = 'import kshot_nas.rank\nfrom ..space import Arch, _x\nfrom .bench import build\nfrom kshot_nas import cost\nfrom .. import search\nfrom .. import study\nimport torch'
+    got = dict(imports('study.new', code))
+    assert got == {'rank': [], 'space': ['Arch', '_x'], 'study.bench': ['build'], 'cost': [], 'search': [], 'study': []}
+
+def test_numbers_are_unique():
+    taken = Counter(number(nb) for nb in nbs if nb.stem != 'index')
+    listed([f'{place(nb)}: more than one notebook has this number' for nb in nbs if nb.stem != 'index' and taken[number(nb)] > 1])
 
 def test_imports_point_to_lower_numbers():
-    number = {m: nb.name for m,nb in modules.items()}
-    for mod in modules:
-        for dep in imported((root/f'kshot_nas/{mod}.py').read_text()):
-            assert dep in number and number[dep] < number[mod], f'{mod} (in {number[mod]}) imports {dep}'
+    def fits(mod, dep): return dep in modules and number(modules[dep]) < number(modules[mod])
+    deps = [(mod, dep) for mod in modules if file_of(mod).exists() for dep,_ in imports(mod, file_of(mod).read_text(encoding='utf-8'))]
+    listed([f"{place(modules[m])} imports {d}, which {place(modules[d]) if d in modules else 'no notebook'} exports" for m,d in deps if not fits(m, d)])
+
+def test_private_names_stay_where_they_are():
+    "In the package, and in those cells of the notebooks that it is made of"
+    code = [(place(file_of(m)), m, file_of(m).read_text(encoding='utf-8')) for m in modules if file_of(m).exists()]
+    code += [(place(nb), m, s) for m,nb in modules.items() for s in cells(nb, 'code') if re.match(r'#\|\s*exports?\b', s)]
+    listed([f'{where} imports {name} of {dep}' for where,m,s in code for dep,names in imports(m, s) for name in names if name.startswith('_') and name != '__version__'])
+
+def test_exported_lines_are_short():
+    "But for the list of names, which nbdev writes"
+    def lines(p): return re.sub(r'^__all__ = \[.*?\]', lambda m: '\n'*m[0].count('\n'), p.read_text(encoding='utf-8'), flags=re.M | re.S).splitlines()
+    listed([f'{place(p)}:{i}: {len(line)} columns' for p in exported for i,line in enumerate(lines(p), 1) if len(line) > 120])
+
+def test_site_lists_every_notebook_in_order():
+    yaml = pytest.importorskip('yaml')
+    assert (root/'nbs/_quarto.yml').is_symlink() and (root/'nbs/_quarto.yml').resolve() == root/'_quarto.yml'
+    def names(o): return [o] if isinstance(o, str) else [n for v in (o.values() if isinstance(o, dict) else o) for n in names(v)]
+    contents = yaml.safe_load((root/'_quarto.yml').read_text())['website']['sidebar']['contents']
+    first,*rest = [n for n in names(contents) if n.endswith('.ipynb')]
+    there = {place(nb) for nb in nbs}
+    listed([f'{n} is not in the sidebar' for n in sorted(there - {first, *rest})] + [f'{n} is in the sidebar only' for n in {first, *rest} - there])
+    assert first == 'index.ipynb' and len(set(rest)) == len(rest)
+    ordered = [number(Path(n)) for n in rest]
+    listed([f'{b} comes after {a} in the sidebar' for a,b,i,j in zip(rest, rest[1:], ordered, ordered[1:]) if i >= j])
 
 def test_no_undefined_or_unused_names():
     "A name that a notebook has but its exported cells don't shows only here."
     pytest.importorskip('pyflakes')
-    files = [p for d in ('kshot_nas', 'benchmarks', 'tools', 'tests') for p in sorted((root/d).glob('*.py'))]
-    res = run(sys.executable, '-m', 'pyflakes', *files, cwd=root)
+    res = run(sys.executable, '-m', 'pyflakes', *sources, cwd=root)
     assert res.returncode == 0, res.stdout
 
 def public():
@@ -123,34 +180,30 @@ def public():
             o = getattr(mod, name)
             if inspect.isfunction(o): yield f'{mod.__name__}.{name}',o
             for n,f in vars(o).items() if inspect.isclass(o) else ():
-                ours = inspect.isfunction(f) and f.__module__.startswith('kshot_nas.') and not any(n in vars(c) for c in o.__mro__[1:])
+                here = inspect.isfunction(f) and f.__module__.startswith('kshot_nas.')
+                ours = here and not any(n in vars(c) for c in o.__mro__[1:])
                 if n == '__init__' or (ours and not n.startswith('_')): yield f'{mod.__name__}.{name}.{n}',f
 
 # What may be given in several forms, which the comment beside it tells.
-any_form = set('path folder file dls supernet learn bench pred true seeds n_high lam archs params x o'.split())
+any_form = set('path folder file dls supernet learn bench pred true seeds n_high lam archs params x xs o choices types'.split())
 
 def test_public_functions_have_types():
     "A parameter has a type, or a default that shows it, or takes several"
-    params = [(name, p) for name,f in public() for p in inspect.signature(f).parameters.values() if p.kind < p.VAR_POSITIONAL and p.name != 'self']
-    assert len(params) > 300
-    bare = [f'{name}({p.name})' for name,p in params if p.default is p.empty and p.annotation is p.empty and p.name not in any_form]
-    assert not bare, '\n'.join(bare)
+    params = [(name, p) for name,f in public() for p in inspect.signature(f).parameters.values() if p.kind < p.VAR_POSITIONAL]
+    assert len(params) > 200
+    bare = [(name, p) for name,p in params if p.default is p.empty and p.annotation is p.empty]
+    listed([f'{name}({p.name})' for name,p in bare if p.name not in any_form | {'self'}])
 
 def test_readme_is_the_index_notebook():
     spec = importlib.util.spec_from_file_location('readme', root/'tools/readme.py')
-    readme = importlib.util.module_from_spec(spec); spec.loader.exec_module(readme)
+    readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme)
     text,pictures = readme.render(load(root/'nbs/index.ipynb'))
     assert (root/'README.md').read_text(encoding='utf-8') == text, 'run make readme'
     for path,png in pictures.items(): assert (root/path).read_bytes() == png, f'run make readme: {path} is stale'
     for link in re.findall(r'\]\((nbs/[^)#]+)', text): assert (root/link).exists(), f'README links to {link}'
 
-def test_site_lists_every_notebook():
-    yaml = pytest.importorskip('yaml')
-    assert (root/'nbs/_quarto.yml').is_symlink() and (root/'nbs/_quarto.yml').resolve() == root/'_quarto.yml'
-    def names(o): return [o] if isinstance(o, str) else [n for v in (o.values() if isinstance(o, dict) else o) for n in names(v)]
-    listed = [n for n in names(yaml.safe_load((root/'_quarto.yml').read_text())['website']['sidebar']['contents']) if n.endswith('.ipynb')]
-    assert sorted(listed) == sorted(str(nb.relative_to(root/'nbs')) for nb in nbs)
-    assert listed[0] == 'index.ipynb' and listed[1:] == sorted(listed[1:]), 'the sidebar is not in reading order'
+# Installed elsewhere ---------------------------------------------------------------------------------------------------------
 
 def test_setup_needs_only_the_standard_library():
     tree = ast.parse((root/'setup.py').read_text())
@@ -161,14 +214,15 @@ def test_setup_needs_only_the_standard_library():
 def test_wheel_works_elsewhere(tmp_path):
     "The package as a user gets it: built, installed into an empty folder, imported from another one."
     src,out,lib,elsewhere = (tmp_path/d for d in ('src', 'out', 'lib', 'elsewhere'))
-    shutil.copytree(root, src, ignore=shutil.ignore_patterns('.git', '.venv*', '__pycache__', '*.egg-info', 'build', '_docs', '_proc', 'runs'), symlinks=True)
+    left_out = shutil.ignore_patterns('.git', '.venv*', '__pycache__', '*.egg-info', 'build', '_docs', '_proc', 'runs')
+    shutil.copytree(root, src, ignore=left_out, symlinks=True)
     elsewhere.mkdir()
     pip = [sys.executable, '-m', 'pip', '-q', '--disable-pip-version-check']
     res = run(*pip, 'wheel', '--no-deps', '--no-build-isolation', '-w', out, src, cwd=tmp_path)
     assert res.returncode == 0, res.stderr
     wheel, = out.glob('*.whl')
     with zipfile.ZipFile(wheel) as z: held,size = set(z.namelist()),sum(i.file_size for i in z.infolist())
-    needed = {f'kshot_nas/{p.name}' for p in (root/'kshot_nas').iterdir() if p.suffix in ('.py', '.npz')}
+    needed = {place(p) for p in (root/'kshot_nas').rglob('*.*') if p.suffix in ('.py', '.npz')}
     about = {f"kshot_nas-{cfg['version']}.dist-info/{n}" for n in ('METADATA', 'WHEEL', 'RECORD', 'entry_points.txt', 'top_level.txt', 'licenses/LICENSE')}
     assert held == needed | about and size < 10**6, (held ^ (needed | about), size)
     res = run(*pip, 'install', '--no-deps', '--target', lib, wheel, cwd=tmp_path)
@@ -179,3 +233,24 @@ def test_wheel_works_elsewhere(tmp_path):
     assert res.returncode == 0, res.stderr
     version,file = res.stdout.split()
     assert version == cfg['version'] and Path(file).is_relative_to(lib)
+
+def test_nothing_newer_than_the_oldest_python():
+    oldest = tuple(map(int, cfg['min_python'].split('.')))
+    for p in sources: ast.parse(p.read_text(encoding='utf-8'), p.name, feature_version=oldest)
+
+@pytest.mark.parametrize('version', ['3.10', '3.11', '3.12', '3.13', '3.14'])
+def test_every_file_compiles(version, tmp_path):
+    "With the Python of that version, if there is one: without warnings, and with what its parser knows."
+    found = [*map(Path, filter(None, [shutil.which(f'python{version}')])), *Path.home().glob(f'.pyenv/versions/{version}.*/bin/python')]
+    exe = next((e for e in found if run(e, '-c', '', cwd=tmp_path).returncode == 0), None)       # there are some that only tell how to get it
+    if exe is None: pytest.skip(f'there is no Python {version} on this machine')
+    prog = 'import sys; [compile(open(f, "rb").read(), f, "exec") for f in sys.argv[1:]]'
+    res = run(exe, '-W', 'error', '-c', prog, *sources, cwd=tmp_path)
+    assert res.returncode == 0, res.stderr
+
+def test_import_is_quick(tmp_path):
+    "After `fastai.vision.all` all our modules take less than half as long; one quiet moment of three will do."
+    mods = ', '.join(f'kshot_nas.{m}' for m in sorted(modules))
+    prog = f'from time import process_time as t; a = t(); import fastai.vision.all; b = t(); import {mods}; print((t()-a)/(b-a))'
+    took = (run(sys.executable, '-W', 'ignore', '-c', prog, cwd=tmp_path, PYTHONPATH=str(root), OMP_NUM_THREADS='1') for _ in range(3))
+    assert any(float(res.stdout or 'nan') < 1.5 for res in took)

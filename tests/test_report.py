@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -155,3 +156,27 @@ def test_the_browser_would_have_told(browser, tmp_path):
     browser.open(tmp_path/'bad.html')
     assert browser.of('Runtime.exceptionThrown') and browser.of('Runtime.consoleAPICalled')
     assert len(browser.of('Network.requestWillBeSent')) == 2
+
+# A report of many points ------------------------------------------------------------------------------------------------------
+
+def test_report_of_many_points(tmp_path):
+    net,rng,n = tiny_supernet(k=1, widths=True),np.random.default_rng(0),50_000
+    table,accuracy = CostTable(net),landscape(net.space)
+    archs = list(dict.fromkeys(net.space.sample(2*n, seed=0)))[:n]
+    costs = dict(flops=table.flops(archs), params=table.params(archs))
+    seen = pd.DataFrame(dict(arch=list(map(str, archs)), **costs, accuracy=[accuracy(a) for a in archs], generation=np.arange(n)//50))
+    parts = dict(rank=seen[:10_000].assign(truth=rng.random(10_000)), search=seen,
+                 retrain=seen[:2].assign(role=['winner', 'random'], seed=0, retrained=0.9))
+    pd.concat([d.assign(stage=s) for s,d in parts.items()]).to_csv(tmp_path/'results.csv', index=False)
+    steps = pd.DataFrame([(i//500, ('items', 'codes')[i % 2], 1., 0.1) for i in range(n)], columns=['epoch', 'phase', 'loss', 'r_c'])
+    steps.to_csv(tmp_path/'training.csv', index=False)
+    np.save(tmp_path/'codes.npy', rng.dirichlet([5]*8, (100, 128)))
+    (tmp_path/'config.json').write_text(json.dumps(dict(
+        settings=dict(space='tiny', k=8, max_flops=10**6, seed=0), command='kshot_search', function='kshot_nas.tiny:tiny_supernet',
+        space=json.loads(net.space.to_json()), flops_range=table.flops_range(), versions={},
+        data=dict(name='many', train=1, valid=1, test=0, classes=['a', 'b'], shape=[1,8,8]))))
+    start = time.process_time()
+    page = write_report(tmp_path).read_text(encoding='utf-8')
+    assert time.process_time()-start < 60
+    assert len(page) < 3e6 and 'the first 1,000 of 50,000 rows' in page
+    assert page.count('data:image/png') >= 3 and page.count('<svg') == 6

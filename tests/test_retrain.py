@@ -22,12 +22,14 @@ def data():
     x,y = load_digits(return_X_y=True)
     return torch.tensor(x).float().view(-1,1,8,8)/8-1,torch.tensor(y)
 
-def found(): return (net := tiny_supernet(k=1, nf=8, widths=True)).subnet(arch := net.space.sample(1, seed=11)[0], weights='fresh'),arch
+net  = tiny_supernet(k=1, nf=8, widths=True)
+arch = net.space.sample(1, seed=11)[0]
 
 def learner(**kwargs):
     x,y = data()
-    dls = DataLoaders.from_dsets(*(list(zip(x[s], y[s])) for s in (slice(96), slice(96, 160))), bs=16, num_workers=0, device='cpu', drop_last=False)
-    return retrain_learner(dls, found()[0], **{**dict(dropout=0.2, rand_augment=(2, 5), erase=0.3), **kwargs})
+    sets = (list(zip(x[s], y[s])) for s in (slice(96), slice(96, 160)))
+    dls = DataLoaders.from_dsets(*sets, bs=16, num_workers=0, device='cpu', drop_last=False)
+    return retrain_learner(dls, net.subnet(arch, weights='fresh'), **(dict(dropout=0.2, rand_augment=(2, 5), erase=0.3) | kwargs))
 
 def fit(learn, n_epoch=4, **kwargs):
     with learn.no_bar(), learn.no_logging(): learn.fit_retrain(n_epoch, **kwargs)
@@ -87,22 +89,22 @@ def test_damaged_checkpoint_is_passed_over(tmp_path):
     newest.write_bytes(newest.read_bytes()[:-100])
     assert result(fit(learner(), checkpoint=tmp_path)) == whole                              # the last epoch is trained again
 
-# Shipped ---------------------------------------------------------------------------------------------------------------------
+# Exported --------------------------------------------------------------------------------------------------------------------
 
 def in_new_process(prog, *args): return subprocess.run([sys.executable, '-c', prog, *map(str, args)], capture_output=True, text=True, cwd=os.path.dirname(args[0]))
 
 @pytest.fixture(scope='module')
-def shipped(tmp_path_factory):
+def exported(tmp_path_factory):
     "A trained network, images, and its outputs for them, the latter in files"
-    folder,learn = tmp_path_factory.mktemp('shipped'),fit(learner(), 2)
+    folder,learn = tmp_path_factory.mktemp('exported'),fit(learner(), 2)
     x = data()[0][1000:1013]
     with torch.no_grad(): out = learn.model.eval()(x)
     np.save(folder/'x.npy', x.numpy()); np.save(folder/'out.npy', out.numpy())
     return folder,learn.model,x,out
 
-def test_onnx_without_torch(shipped):
+def test_onnx_without_torch(exported):
     for m in ('onnx', 'onnxscript', 'onnxruntime'): pytest.importorskip(m)
-    folder,model,*_ = shipped
+    folder,model,*_ = exported
     path = export_onnx(model, folder/'model.onnx')
     res = in_new_process('''
 import sys, numpy as np, onnxruntime
@@ -116,8 +118,8 @@ print('same')''', path)
     assert res.stdout == 'same\n', res.stderr
     assert sorted(p.name for p in folder.glob('*onnx*')) == ['model.onnx']                   # one file, and nothing left behind
 
-def test_program_without_kshot_nas(shipped):
-    folder,model,*_ = shipped
+def test_program_without_kshot_nas(exported):
+    folder,model,*_ = exported
     res = in_new_process('''
 import sys, numpy as np, torch
 program = torch.export.load(sys.argv[1]).module()
@@ -126,9 +128,9 @@ assert (program(x)-out).abs().max() < 1e-4 and not [m for m in sys.modules if m.
 print('same')''', export_torch(model, folder/'model.pt2'))
     assert res.stdout == 'same\n', res.stderr
 
-def test_model_file(shipped):
-    folder,model,x,out = shipped
-    path = save_model(model, folder/'model.pt', found()[1], build=dict(nf=8, widths=True))
+def test_model_file(exported):
+    folder,model,x,out = exported
+    path = save_model(model, folder/'model.pt', arch, build=dict(nf=8, widths=True))
     with torch.no_grad(): assert torch.equal(load_model(path, tiny_supernet)(x), out)
 
 class Evil:

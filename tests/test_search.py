@@ -20,7 +20,7 @@ from kshot_nas.archive import Archive, read_archive
 from kshot_nas.cost import CostTable
 from kshot_nas.learner import kshot_learner
 from kshot_nas.problem import ArchProblem, landscape
-from kshot_nas.search import _work, search
+from kshot_nas.search import search
 from kshot_nas.tiny import tiny_supernet
 
 pytestmark = pytest.mark.usefixtures('one_thread')
@@ -97,7 +97,7 @@ def test_two_writers(straight, tmp_path):
 
 def fails_and_goes_on(archive, straight, make_room, message):
     with pytest.raises(OSError, match=message) as e: quiet(ArchProblem(space, acc, table), archive=archive)
-    found = e.value.found.history
+    found = e.value.result.history
     assert str(archive) in str(e.value) and 0 < len(found) < 200 and found.equals(straight[:len(found)])
     make_room()
     held = read_archive(archive).arch.tolist()
@@ -152,7 +152,7 @@ def test_images_are_gone_for_a_while(straight, tmp_path):
         return acc(arch)
     problem = ArchProblem(space, robbed, table)
     with pytest.raises(FileNotFoundError, match='cat.jpg') as e: quiet(problem, archive=tmp_path/'a.db')
-    assert e.value.found.history.equals(straight[:29])
+    assert e.value.result.history.equals(straight[:29])
     assert quiet(problem, archive=tmp_path/'a.db').history.equals(straight)         # nothing is held against an architecture
     assert len(calls) == 201
 
@@ -200,6 +200,22 @@ def test_workers_agree(learn, tmp_path):
     assert two.equals(one)                                                          # to the last bit
     assert sorted(map(str, read_archive(tmp_path/'a.db').arch)) == sorted(map(str, one.arch))
 
+def test_learner_knows_the_best(learn):
+    result = learn.search(**few)
+    assert learn.best == result.best and result.history.loss.min() == learn.eval_arch(learn.best)['loss']
+
+def test_unknown_metric_is_refused_before_anything_is_evaluated(learn, monkeypatch):
+    def untouched(*args, **kwargs): raise AssertionError('evaluated!')
+    monkeypatch.setattr(type(learn), 'eval_arch', untouched)
+    with pytest.raises(ValueError, match="metric must be one of 'loss', 'accuracy'; got 'f1_score'"):
+        learn.search(metric='f1_score')
+    with pytest.raises(ValueError, match="should 'wow' be large or small.*maximize=True"):
+        ArchProblem(space, untouched, table, metric='wow')
+
+def test_bar(capsys):
+    search(ArchProblem(space, acc, table), max_flops=200e3, pop=20, parents=8, gens=3)
+    assert 'best accuracy 0.8' in capsys.readouterr().out
+
 class Patient:
     "An evaluator that takes its time over `first`: until nine others are in the archive"
     def __init__(self, archive, first): self.archive,self.first = archive,first
@@ -230,15 +246,12 @@ def test_worker_dies(straight, tmp_path):
     problem = ArchProblem(space, Mortal(log, last), table)
     with pytest.raises(Exception) as e: quiet(problem, workers=2, archive=archive)
     assert 'worker' in str(e.value).lower() or 'process' in str(e.value).lower()
-    found,held = e.value.found,read_archive(archive)
+    found,held = e.value.result,read_archive(archive)
     assert found.interrupted and found.history.equals(straight[:len(found.history)]) and 40 <= len(found.history) < 48
     assert held.accuracy.tolist() == [acc(a) for a in held.arch] and last not in set(held.arch)
     before = noted(log)
     assert quiet(problem, archive=archive).history.equals(straight)
     assert not set(noted(log)[len(before):]) & set(map(str, held.arch))             # what was done is not done again
-
-def test_worker_with_other_versions():
-    with pytest.raises(RuntimeError, match="'torch': '1.0'.*install the same versions on all machines"): _work('key', None, dict(kshot_nas='0.0', torch='1.0'), 1, 'accuracy', None)
 
 def test_dask(learn):
     distributed = pytest.importorskip('distributed')
@@ -250,3 +263,52 @@ def test_dask(learn):
             return sum(hasattr(t, 'kshot_key') for t in threading.enumerate())
         assert two.equals(one)
         assert client.run(unpacked) and max(client.run(unpacked).values()) == 1     # the supernet came once
+
+# For long: memory must not grow, and pace must not drop -----------------------------------------------------------------------
+
+import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
+
+from kshot_nas.rank import rank_report  # noqa: E402
+from kshot_nas.result import SearchResult  # noqa: E402
+
+def kilobytes():
+    "Memory that this process has now"
+    with open('/proc/self/status') as f: return next(int(line.split()[1]) for line in f if line.startswith('VmRSS'))
+
+def long_search(gens, archive):
+    "Memory and processor time, every 50 evaluations"
+    torch.set_num_threads(1)
+    net,marks,count = tiny_supernet(k=1, widths=True),[],0
+    accuracy = landscape(net.space)
+    def evaluate(arch):
+        nonlocal count
+        if count % 50 == 0: marks.append((kilobytes(), time.process_time()))
+        count += 1
+        return accuracy(arch)
+    result = search(ArchProblem(net.space, evaluate, CostTable(net)), max_flops=200e3, gens=gens, archive=archive, progress=False)
+    assert len(result.history) == count == 50*gens
+    return marks
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='this system does not tell how much memory a process has')
+@pytest.mark.parametrize('gens', [60, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_long_search_stays_small_and_quick(gens, tmp_path):
+    "In a process of its own, where nothing that others have freed can be used again"
+    with get_context('spawn').Pool(1) as pool: marks = pool.apply(long_search, (gens, tmp_path/'a.db'))
+    memory,seconds = np.array(marks).T
+    assert memory[-1] < 1.1*memory[20] and memory[-1]-memory[20] < 2*50*(gens-20), 'more than 2 kB for an evaluation'
+    pace = np.diff(seconds)
+    assert np.median(pace[-20:]) < 3*np.median(pace[20:40]), 'generations take longer and longer'
+    assert (tmp_path/'a.db').stat().st_size < 500*50*gens
+
+def test_pictures_of_many_points():
+    net,rng,n = tiny_supernet(k=1, widths=True),np.random.default_rng(0),50_000
+    table,accuracy = CostTable(net),landscape(net.space)
+    archs = list(dict.fromkeys(net.space.sample(2*n, seed=0)))[:n]
+    costs = dict(flops=table.flops(archs), params=table.params(archs))
+    seen = pd.DataFrame(dict(arch=archs, **costs, accuracy=[accuracy(a) for a in archs], generation=np.arange(n)//50))
+    result,report = SearchResult(net.space, seen),rank_report(seen.accuracy, rng.normal(seen.accuracy, 0.01), n_boot=0)
+    for plot in result.plot_pareto, result.plot_history, report.plot_scatter, report.plot_high:
+        start = time.process_time()
+        plot().figure.canvas.draw()
+        assert time.process_time()-start < 10

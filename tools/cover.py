@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 
 root = Path(__file__).resolve().parents[1]
-nbs  = sorted((root/'nbs').glob('[01]*.ipynb'))
+nbs  = sorted((root/'nbs').rglob('[0-9]*.ipynb'))
 
 def exported(nb):
-    "The file that `nb` exports, and its parts by the id of their cell, each with as many empty lines before it as it takes"
-    for file in (root/'kshot_nas').glob('*.py'):
+    "The file that `nb` exports, if it does, and its parts by the id of their cell, each behind as many empty lines as it needs"
+    head = rf'# %% [./]+/nbs/{nb.relative_to(root/"nbs").as_posix()} #(\S+)$'
+    for file in (root/'kshot_nas').rglob('*.py'):
         lines = file.read_text(encoding='utf-8').splitlines()
-        starts = [(i, m[1]) for i,line in enumerate(lines, 1) if (m := re.match(rf'# %% \.\./nbs/{nb.name} #(\S+)$', line))]
-        if starts: return file,{name: '\n'*i + '\n'.join(lines[i:j-1]) for (i,name),(j,_) in zip(starts, [*starts[1:], (len(lines)+1, None)])}
+        starts = [(i, m[1]) for i,line in enumerate(lines, 1) if (m := re.match(head, line))]
+        ends = [*(i-1 for i,_ in starts[1:]), len(lines)]
+        if starts: return file,{name: '\n'*i + '\n'.join(lines[i:j]) for (i,name),j in zip(starts, ends)}
+    return None,{}
 
 def run(nb):
     "Run a notebook as `nbdev_test` does, except for its exported cells"
@@ -26,7 +29,7 @@ def run(nb):
     file,parts = exported(nb)
     os.chdir(nb.parent)
     shell = CaptureShell(nb)
-    shell.user_ns['__package__'] = 'kshot_nas'                                         # the file imports from where it is
+    if file: shell.user_ns['__package__'] = '.'.join(file.relative_to(root).parts[:-1])     # the file imports from where it is
     for cell in read_nb(nb).cells:
         if cell.cell_type != 'code' or cell.source.startswith('#| slow') or 'nbdev_export(' in cell.source: continue
         if cell.id in parts: exec(compile(parts[cell.id], file, 'exec'), shell.user_ns)
@@ -37,7 +40,7 @@ def main(names):
     def coverage(*args): return subprocess.run([sys.executable, '-m', 'coverage', *map(str, args)], cwd=root, env={**os.environ, 'IN_TEST': '1'}).returncode
     (root/'runs').mkdir(exist_ok=True)
     coverage('erase')
-    failed = [nb.name for nb in nbs if (not names or nb.stem in names) and coverage('run', __file__, nb)]
+    failed = [nb.stem for nb in nbs if (not names or nb.stem in names) and coverage('run', __file__, nb)]
     if not names or 'tests' in names: coverage('run', '-m', 'pytest', '-q') and failed.append('tests')
     coverage('combine', '-q'); coverage('report', '--show-missing', '--sort=cover')
     if failed: sys.exit(f"failed: {', '.join(failed)}")

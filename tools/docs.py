@@ -5,11 +5,13 @@ the pages are written to _docs/. The sidebar is that of _quarto.yml. Any warning
 """
 import json
 import os
+import posixpath
 import re
 import shutil
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -21,7 +23,9 @@ from sphinx.application import Sphinx
 from sphinx.util.logging import getLogger
 
 root = Path(__file__).resolve().parents[1]
-tags = {'echo: false': 'remove-input', 'output: false': 'remove-output', 'include: false': 'remove-cell', 'code-fold: true': 'hide-input'}
+# What Sphinx calls it; None is what it does anyway
+tags = {'echo: false': 'remove-input', 'output: false': 'remove-output', 'include: false': 'remove-cell', 'code-fold: true': 'hide-input',
+        'code-fold: show': None, 'code-summary: "Exported source"': None}
 linked = r'\[(`[^`]+`)\]\((https?:[^)]+)\)'                                  # what nbdev makes of a name in backticks that it knows
 
 def slug(title):
@@ -51,8 +55,13 @@ def convert(cell, api):
         return markdown(cell, '```'.join([before, re.sub(linked, r'\1', signature), after]), api)
     if cell['cell_type'] == 'markdown': return markdown(cell, text, api)
     directives = re.findall(r'^#\| *(.+?) *$', text, re.M)
-    if unknown := [d for d in directives if d not in tags]: raise ValueError(f'tools/docs.py knows of {list(tags)} and not of "#| {unknown[0]}"')
-    return {**cell, 'source': re.sub(r'^#\|.*\n?', '', text, flags=re.M), 'metadata': dict(tags=[tags[d] for d in directives])}
+    if unknown := [d for d in directives if d not in tags]:
+        raise ValueError(f'tools/docs.py knows of {list(tags)} and not of "#| {unknown[0]}"')
+    return {**cell, 'source': re.sub(r'^#\|.*\n?', '', text, flags=re.M), 'metadata': dict(tags=[tags[d] for d in directives if tags[d]])}
+
+def page_of(file):
+    "The page that nbdev makes of the notebook `file`: its number is left out, its folder is kept"
+    return re.sub(r'(^|/)[0-9]+_([^/]+)$', r'\1\2', file).replace('.ipynb', '.html')
 
 def toctree(caption, files): return '\n'.join(['```{toctree}', ':hidden:', f':caption: {caption}', '', *files, '```'])
 
@@ -87,15 +96,16 @@ def main():
     nbs = {f: json.loads((proc/f).read_text(encoding='utf-8')) for f in files}
     for nb in nbs.values():
         for c in nb['cells']: c['source'] = ''.join(c['source'])
-    urls = {f: f"{cfg.doc_host}{cfg.doc_baseurl}/{re.sub('^[0-9]+_', '', f).replace('.ipynb', '.html')}" for f in files}    # as nbdev spells them
+    urls = {f: f'{cfg.doc_host}{cfg.doc_baseurl}/{page_of(f)}' for f in files}
     entries = {f'{urls[f]}#{s}': f'{f}#{s}' for f,nb in nbs.items() for c in nb['cells'] for s in map(slug, re.findall('^### (.+)', entry(c), re.M))}
-    def api(m):
-        "A link to an API entry, or to that of the class, or none: nbdev also links names that have no entry"
+    def api(m, folder):
+        "A link to an API entry, or to that of the class, seen from `folder`, or none: nbdev also links names that have no entry"
         there = entries.get(m[2]) or entries.get(m[2].rpartition('.')[0])
-        if there: return f'[{m[1]}]({there})'
+        if there: return f'[{m[1]}]({posixpath.relpath(there, folder)})'
         return m[1] if m[2].startswith(cfg.doc_host) else m[0]
     for f,nb in nbs.items():
-        nb['cells'] = [convert(c, api) for c in nb['cells']]
+        here = partial(api, folder=posixpath.dirname(f) or '.')
+        nb['cells'] = [convert(c, here) for c in nb['cells']]
         if f == 'index.ipynb': nb['cells'].append(dict(id='contents', cell_type='markdown', metadata={}, source='\n\n'.join(toctree(*s) for s in sections.items())))
         (src/f).write_text(json.dumps(nb), encoding='utf-8')
     app = Sphinx(src, None, out, work/'doctrees', 'html', status=None, warningiserror=True, confoverrides=dict(

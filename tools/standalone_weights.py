@@ -8,7 +8,7 @@ The space has four layers of four operations. We fix the 3x3 convolution in the 
 - `control`: one single path, started from the shared weights and trained on 64 orders of the batches,
   so that nothing but chance differs.
 
-Then it puts `fit_kshot` to work: in every trained network of the first two sets the weights of that operation are
+Then it puts `fit_items` to work: in every trained network of the first two sets the weights of that operation are
 replaced by their approximation from K items, and the accuracy is measured again (batch norm uses the batch's statistics).
 
 Writes nbs/data/standalone_weights.npz: for each set a (576, 64) matrix, one column per training, the paths and the
@@ -26,7 +26,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from kshot_nas.lowrank import fit_kshot
+from kshot_nas.lowrank import fit_items
 
 out_file = Path(__file__).parents[1]/'nbs/data/standalone_weights.npz'
 n_train, n_ch, layer, op = 1000, 8, 1, 0           # images, channels, and the operation whose weights are kept
@@ -75,7 +75,7 @@ def weight(net): return net[1+layer][0].weight.data
 
 def replaced(nets, W, k):
     "Accuracy of each network after the weights we follow are replaced by their approximation from `k` items"
-    nets, approx = copy.deepcopy(nets), fit_kshot(W, k).approx
+    nets, approx = copy.deepcopy(nets), fit_items(W, k).approx
     for net,w in zip(nets, approx.T): weight(net).copy_(w.view_as(weight(net)))
     return [accuracy(net, batch_stats=True) for net in nets]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np, pandas as pd
 from fastcore.basics import patch
 
-from ..callbacks import CodeRecorder      # LEAD: kshot_nas.recorder
+from ..recorder import CodeRecorder
 from ..checkpoint import file_digest, published
 from ..rank import RankReport, rank_report
 from ..result import SearchResult
