@@ -1,4 +1,4 @@
-"The command `kshot_search`, in processes of its own: interrupted, and asked for what can't be."
+"The command `kshot_search`: what it leaves behind, interrupted, and asked for what can't be."
 import json
 import os
 import re
@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from kshot_nas.app import cli, plan
+from kshot_nas.tiny import tiny_supernet
 
 command = Path(sys.executable).with_name('kshot_search')
 pytestmark = pytest.mark.skipif(not command.exists(), reason='kshot_search is not installed beside this Python')
@@ -20,7 +21,9 @@ small = '--k 2 --epochs 3 --bs 300 --pop 6 --gens 3 --retrain-epochs 1 --trials 
 
 def start(*argv, cwd):
     def listen(): signal.signal(signal.SIGINT, signal.SIG_DFL)      # whoever runs the tests in the background has made us deaf to Ctrl-C
-    return subprocess.Popen([command, *map(str, argv)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'}, preexec_fn=listen)
+    env = {**os.environ, 'OMP_NUM_THREADS': '1'}
+    return subprocess.Popen([command, *map(str, argv)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=listen)
+
 def run(*argv, cwd):
     proc = start(*argv, cwd=cwd)
     out,err = proc.communicate(timeout=300)
@@ -32,8 +35,8 @@ def figures(folder): return re.findall(r'<svg.*?</svg>', (folder/'report.html').
 def whole(tmp_path_factory):
     "A run that nobody has disturbed: its folder, and what it printed"
     here = tmp_path_factory.mktemp('whole')
-    code,out,err = run(*small, cwd=here)
-    assert (code, err) == (0, ''), err
+    status,out,err = run(*small, cwd=here)
+    assert (status, err) == (0, ''), err
     return here/'runs/digits',out
 
 def images(folder, classes=('cat', 'dog'), n=8):
@@ -57,20 +60,36 @@ def test_leaves_everything_behind(whole):
     assert len(re.findall(r'epoch \d/3', (folder/'log.txt').read_text())) == 3
 
 def test_help_comes_at_once(tmp_path):
-    code,out,err = run('--help', cwd=tmp_path)
-    assert (code, err) == (0, '') and '--max-flops' in out and max(map(len, out.splitlines())) <= 120
+    status,out,err = run('--help', cwd=tmp_path)
+    assert (status, err) == (0, '') and '--max-flops' in out and max(map(len, out.splitlines())) <= 120
     subprocess.run([sys.executable, '-c', 'import sys, kshot_nas.app.cli; assert "torch" not in sys.modules'], check=True)
 
 def test_dry_run_writes_nothing(tmp_path):
-    code,out,err = run('--dry-run', '--max-flops', '120k', cwd=tmp_path)
-    assert (code, err) == (0, '') and '120,000 multiply-adds' in out and 'of memory' in out
+    status,out,err = run('--dry-run', '--max-flops', '120k', cwd=tmp_path)
+    assert (status, err) == (0, '') and '120,000 multiply-adds' in out and 'of memory' in out
     assert not list(tmp_path.iterdir())
+
+def test_plan_is_readable(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main('--dry-run --epochs 1 --retrain-epochs 1'.split()) == 0
+    out = capsys.readouterr().out
+    assert 'tiny: 1,048,576 architectures of' in out and ': 1 epoch of ' in out and 'for 1 epoch\n' in out and ' MB of disk' in out
+
+def small_space(k, n_in, n_out, size=24): return tiny_supernet(k, n_in, n_out, size)
+
+def test_own_space_has_its_own_size(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    images(tmp_path/'pets')
+    argv = f'--dry-run --data pets --bs 4 --space {__name__}:small_space'.split()
+    for more,size in ([], 24),(['--size', '16'], 16):
+        assert cli.main([*argv, *more]) == 0
+        assert f'images of 3x{size}x{size}' in capsys.readouterr().out
 
 @pytest.mark.slow
 def test_images_of_ones_own(tmp_path):
     images(tmp_path/'pets/train', n=12); images(tmp_path/'pets/test')
-    code,out,err = run('--data', 'pets', '--size', 16, '--bs', 8, '--augment', *small[:4], '--pop', 4, '--gens', 2, '--retrain-epochs', 2, '--workers', 2, cwd=tmp_path)
-    assert (code, err) == (0, ''), err
+    status,out,err = run('--data', 'pets', '--size', 16, '--bs', 8, '--augment', *small[:4], '--pop', 4, '--gens', 2, '--retrain-epochs', 2, '--workers', 2, cwd=tmp_path)
+    assert (status, err) == (0, ''), err
     config = json.loads((tmp_path/'runs/pets/config.json').read_text())
     assert config['data'] == dict(name='pets', train=19, valid=5, test=16, classes=['cat', 'dog'], shape=[3,16,16])
 
@@ -85,8 +104,19 @@ def test_interrupted(tmp_path):
     try: _,err = proc.communicate(timeout=60)
     finally: proc.kill()
     assert proc.returncode == 130 and err == 'kshot_search: interrupted; what was done is kept. Go on with: kshot_search --resume --out runs/digits\n'
-    code,out,err = run('--resume', '--out', 'runs/digits', '--dry-run', cwd=tmp_path)
-    assert (code, err) == (0, '') and 'started before' in out and '500 epochs' in out
+    status,out,err = run('--resume', '--out', 'runs/digits', '--dry-run', cwd=tmp_path)
+    assert (status, err) == (0, '') and 'started before' in out and '500 epochs' in out
+
+def test_only_what_is_missing_is_made_again(whole):
+    folder = whole[0]
+    before = {p.name:p.stat().st_mtime_ns for p in folder.iterdir() if p.is_file() and p.name != 'log.txt'}
+    page = (folder/'report.html').read_bytes()
+    for name in 'report.html',None:
+        if name: (folder/name).unlink()
+        status,out,err = run('--resume', '--out', folder, cwd=folder.parent)
+        assert (status, err) == (0, '') and ('  report   ' in out) == bool(name) and '  retrain  accuracy' not in out
+    assert (folder/'report.html').read_bytes() == page
+    assert all((folder/n).stat().st_mtime_ns == t for n,t in before.items() if n != 'report.html')
 
 # Refused ---------------------------------------------------------------------------------------------------------------------
 
@@ -95,18 +125,22 @@ def state(folder): return {p: p.stat().st_mtime_ns for p in sorted(folder.rglob(
 def test_folder_of_another_run(whole):
     folder = whole[0]
     before = state(folder)
-    code,out,err = run('--k', 3, cwd=folder.parents[1])
-    assert (code, out) == (2, '') and err.count('\n') == 1 and 'belongs to another run (k is 2 there and 3 here' in err
+    status,out,err = run('--k', 3, cwd=folder.parents[1])
+    assert (status, out) == (2, '') and err.count('\n') == 1 and 'belongs to another run (k is 2 there and 3 here' in err
     assert state(folder) == before
 
 def refused(capsys, here, *argv):
     "What `kshot_search` says when it refuses; nothing may change in `here`"
     before = state(here)
-    try: code = cli.main([*map(str, argv)])
-    except SystemExit as e: code = e.code
+    try: status = cli.main([*map(str, argv)])
+    except SystemExit as e: status = e.code
     out,err = capsys.readouterr()
-    assert (code, out, err.count('\n')) == (2, '', 1) and state(here) == before
+    assert (status, out, err.count('\n')) == (2, '', 1) and state(here) == before
     return err
+
+def test_resumed_where_there_is_no_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert 'there is no run in runs/pest to go on with: check --out' in refused(capsys, tmp_path, '--resume', '--out', 'runs/pest')
 
 def test_bad_data(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -124,16 +158,16 @@ def test_bad_numbers(capsys, tmp_path, monkeypatch):
     pets = images(tmp_path/'pets')
     refusals = {'--k 0': 'k must be', '--epochs -1': 'epochs must be', '--space huge': 'choose one of', '--space gone:net': "can't be imported", '--space space:brokn': 'no function',
                 '--max-flops 10': 'those of this space have', '--max-flops x': 'not a number', '--bs 3.5': 'invalid int', '--device warp': 'Try --device cpu', '--workers 0': 'at least 1',
-                '--out pets/cat/0.jpg': 'is not a folder', '--out pets': 'has other files in it', '--preset mine': 'invalid choice', '--valid-pct 100': 'percentage'}
+                '--out pets/cat/0.jpg': 'is not a folder', '--out pets': 'has other files in it', '--preset mine': 'preset must be one of', '--valid-pct 100': 'percentage'}
     for argv,why in refusals.items(): assert why in refused(capsys, tmp_path, *argv.split())
     for name in 'net', 'broken': assert "can't be built" in refused(capsys, tmp_path, '--data', pets, '--bs', 4, '--space', f'space:{name}')
 
 def test_not_enough_room(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.shutil, 'disk_usage', lambda path: type('Usage', (), dict(free=1000)))
-    assert 'GB of disk' in refused(capsys, tmp_path)
-    monkeypatch.setattr(plan, '_free_memory', lambda device: 1000)
-    assert 'GB of memory' in refused(capsys, tmp_path)
+    assert 'MB of disk, and 1.0 kB are free' in refused(capsys, tmp_path)
+    monkeypatch.setattr(plan, 'free_memory', lambda device: 1000)
+    assert 'MB of memory, and 1.0 kB are free' in refused(capsys, tmp_path)
     monkeypatch.setattr(cli.os, 'access', lambda *args: False)
     assert "can't be written to" in refused(capsys, tmp_path)
 
@@ -164,13 +198,13 @@ def lighten():
     "Few training images, and few architectures to rank: seconds instead of a minute"
     from kshot_nas.app import plan
     from kshot_nas.study import bench
-    dls,task = bench.DigitsBench.dls,plan._digits_task
+    dls,task = bench.DigitsBench.dls,plan.digits_task
     def few(*args):
         res = task(*args)
         res.truth = res.truth[:20]
         return res
     bench.DigitsBench.dls = lambda self, bs: dls(self, bs, repeat=1)
-    plan._digits_task = few
+    plan.digits_task = few
 
 def note_evaluations():
     "Append what is evaluated to the file `evaluated`, before it is"

@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kshot_nas.app.report import write_report
 from kshot_nas.cost import CostTable
 from kshot_nas.problem import ArchProblem, landscape
-from kshot_nas.app.report import write_report
 from kshot_nas.search import search
 from kshot_nas.tiny import tiny_supernet
 
@@ -88,11 +88,11 @@ def folder(tmp_path_factory):
     "The folder of a run that never took place, with names that mean harm"
     res,net,rng = tmp_path_factory.mktemp('run'),tiny_supernet(k=1, widths=True),np.random.default_rng(0)
     table,accuracy = CostTable(net),landscape(net.space)
-    found = search(ArchProblem(net.space, accuracy, table), max_flops=3e5, pop=10, gens=4, progress=False)
+    result = search(ArchProblem(net.space, accuracy, table), max_flops=3e5, pop=10, gens=4, progress=False)
     some = table.sample_under(30, max_flops=3e5, seed=0)
     def rows(stage, archs, **columns): return pd.DataFrame(dict(stage=stage, arch=[str(a) for a in archs], flops=table.flops(archs), params=table.params(archs), accuracy=[accuracy(a) for a in archs], **columns))
-    pd.concat([rows('rank', some, truth=rng.random(30)), rows('search', found.history.arch, generation=found.history.generation),
-               rows('retrain', [found.best, some[0]], role=['winner', 'random'], seed=0, retrained=[0.9123, 0.8771])]).to_csv(res/'results.csv', index=False)
+    pd.concat([rows('rank', some, truth=rng.random(30)), rows('search', result.history.arch, generation=result.history.generation),
+               rows('retrain', [result.best, some[0]], role=['winner', 'random'], seed=0, retrained=[0.9123, 0.8771])]).to_csv(res/'results.csv', index=False)
     pd.DataFrame([(e, p, rng.random(), 0.1) for e in range(3) for p in ('items', 'codes') for _ in range(5)], columns=['epoch', 'phase', 'loss', 'r_c']).to_csv(res/'training.csv', index=False)
     np.save(res/'codes.npy', rng.dirichlet([5]*4, (3, 20)))
     (res/'config.json').write_text(json.dumps(dict(
@@ -132,6 +132,22 @@ def test_names_are_text(browser, folder):
     assert evil in browser.js('document.querySelector("h1").textContent')
     assert browser.js('document.querySelector("pre:last-of-type").textContent') == f'kshot_search --out {evil}'
     assert f'cat, {evil}' in browser.js('document.body.textContent')
+
+policy = """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">"""
+
+def test_page_without_a_browser(folder):
+    "The policy comes before all that it is to rule, and names are text."
+    page = (folder/'report.html').read_text(encoding='utf-8')
+    assert page.startswith(f'<!doctype html><html lang="en"><head><meta charset="utf-8">{policy}')
+    assert not re.search('<script|<img|<iframe|<object|<link', page) and evil.replace('&', '&amp;').replace('<', '&lt;').replace('>', '&gt;') in page
+
+@needs_browser
+def test_policy_stops_scripts(browser, folder, tmp_path):
+    page = (folder/'report.html').read_text(encoding='utf-8').replace('</body>', '<script>document.title = "harm"</script></body>')
+    for text,harmed in (page, False),(page.replace(policy, ''), True):
+        (tmp_path/'page.html').write_text(text, encoding='utf-8')
+        browser.open(tmp_path/'page.html')
+        assert (browser.js('document.title') == 'harm') == harmed
 
 @needs_browser
 def test_the_browser_would_have_told(browser, tmp_path):
