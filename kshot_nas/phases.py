@@ -21,7 +21,7 @@ from .optimizer import PhasedOptimizer
 from .simplex import Coder
 from .supernet import Supernet
 
-# %% ../nbs/25_phases.ipynb #375feefa
+# %% ../nbs/25_phases.ipynb #3c9a74e0
 class Clock(nn.Module):
     "Counts epochs and steps across fits and resumes, and knows whose turn it is"
     def __init__(self,
@@ -58,7 +58,7 @@ class Clock(nn.Module):
         if self.phase == 'items' or self.steps < self.warm: self.items += 1
         else: self.codes += 1
 
-# %% ../nbs/25_phases.ipynb #d80ddce5
+# %% ../nbs/25_phases.ipynb #f6c07320
 @patch
 def begin(self:Clock, n_epoch:int):
     "Before `n_epoch` epochs: shorten a warm-up that would leave none for the codes"
@@ -92,7 +92,7 @@ class KShotModel(nn.Module):
         with self.net.frozen() if paths.frozen else nullcontext():
             return self.net.forward_paths(x, paths.archs, paths.lams)
 
-    def codes(self, archs:list, warm:bool=None) -> Tensor:
+    def codes_of(self, archs:list, warm:bool=None) -> Tensor:
         "The codes of `archs`; the equal mixture if `warm`, or if all that was trained was trained with it"
         if warm is None: warm = 0 < self.clock.steps == self.clock.warm
         k = self.net.k
@@ -128,9 +128,9 @@ class AlternatingTraining(Callback):
         model,clock = self.model,self.model.clock
         if clock.phase == 'items':                                      # algorithm 2, even steps
             archs = self.draw(0, clock.items, 1)
-            with torch.no_grad(): return Paths(archs, model.codes(archs, clock.warming))
+            with torch.no_grad(): return Paths(archs, model.codes_of(archs, clock.warming))
         archs = self.draw(1, clock.codes, self.n_paths)                 # odd steps
-        return Paths(archs, model.codes(archs, False), frozen=clock.phase == 'codes')
+        return Paths(archs, model.codes_of(archs, False), frozen=clock.phase == 'codes')
 
     def before_batch(self):
         if not isinstance(self.model, KShotModel): return               # a plain network that predicts
@@ -165,7 +165,7 @@ def _begin(self:AlternatingTraining):
 def before_validate(self:AlternatingTraining):
     if not isinstance(self.model, KShotModel): return
     archs = self.draw(2, 0, self.n_valid)
-    with torch.no_grad(): lams = self.model.codes(archs)
+    with torch.no_grad(): lams = self.model.codes_of(archs)
     self.turns = [Paths([a], lam[None]) for a,lam in zip(archs, lams)]
 
 # %% ../nbs/25_phases.ipynb #fe274c54
@@ -187,7 +187,7 @@ class ContrastTerm(Callback):
         space = model.net.space
         if self.phase == 'items' or not space.widths or not self.alpha: return
         archs = near_and_far(space, self.paths.archs[0], self.n, self.max_dist, seed=(self.seed, model.clock.codes))
-        lams = model.codes(archs, False)
+        lams = model.codes_of(archs, False)
         if lams.ndim == 3: lams = lams.transpose(0, 1)                          # one code per layer
         r = r_c(lams, space.ratios(archs).to(lams.device), self.max_dist, self.temp)
         self.value = r.detach()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CodeRecorder']
 
-# %% ../nbs/26_recorder.ipynb #646e85fa
+# %% ../nbs/26_recorder.ipynb #0307b39d
 import math
 from itertools import takewhile
 
@@ -18,7 +18,7 @@ from fastcore.basics import patch, store_attr
 from . import simplex
 from .phases import ContrastTerm
 
-# %% ../nbs/26_recorder.ipynb #831a1439
+# %% ../nbs/26_recorder.ipynb #098e0548
 class CodeRecorder(Callback):
     "Records losses by phase, the channel regularizer, and the codes of a fixed set of architectures over time"
     order,run_valid = ContrastTerm.order+1,False
@@ -36,23 +36,32 @@ class CodeRecorder(Callback):
         self.earlier = (),()
         self.archs = self.model.net.space.sample(self.n_archs, seed=self.seed)
 
+    def after_pred(self):
+        if self.epoch or self.pred.ndim != 2 or self.y.ndim != 1 or self.y.is_floating_point(): return
+        n = self.pred.shape[1]
+        odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]                       # -100: left out by torch's losses
+        if len(odd): raise ValueError(
+            f"there is an image of class {odd[0].item()}, but the network has {n} outputs, for classes 0 to {n-1}: "
+            "check the labels, and `dls.c` or `n_out`")
+
     def after_loss(self):
         if self.loss_grad.ndim: raise ValueError(
             "the loss function must return one number; "
             f"got a tensor of shape {tuple(self.loss_grad.shape)}. Use reduction='mean'")
         if not math.isfinite(loss := self.loss.item()): raise FloatingPointError(
             f"the loss is {loss} in epoch {self.epoch}, batch {self.iter} (a step for the {self.phase}): try a smaller "
-            "learning rate, gradient clipping (GradientClip(1.)), or bf16 instead of fp16; is there a NaN in the data?")
+            "learning rate, gradient clipping (GradientClip(10.), as the gradient of K items is longer than that of "
+            "one), or bf16 instead of fp16; is there a NaN in the data?")
         term = getattr(self.learn, 'contrast_term', None)
         r = math.nan if term is None or term.value is None else term.value.item()
         self.steps.append((self.epoch, self.phase, loss, r))
 
     def after_train(self):
-        with torch.no_grad(): self.codes.append(self.model.codes(self.archs).cpu())
+        with torch.no_grad(): self.codes.append(self.model.codes_of(self.archs).cpu())
         if (rec := getattr(self.learn, 'recorder', None)) is not None:
             rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])       # fastai would keep tensors
 
-# %% ../nbs/26_recorder.ipynb #914a5c5c
+# %% ../nbs/26_recorder.ipynb #4d9c3f42
 @patch
 def mean(self:CodeRecorder, phase:str=None, column:int=2) -> float:
     "Average of the loss (or of another column of `steps`) over the last epoch, or over its steps of one phase"
@@ -66,7 +75,7 @@ def spread(self:CodeRecorder) -> float:
     "How far codes are from 1/K, as a root mean square, after the last epoch"
     return (self.codes[-1] - 1/self.codes[-1].shape[-1]).square().mean().sqrt().item() if self.codes else 0.
 
-# %% ../nbs/26_recorder.ipynb #ca2a972e
+# %% ../nbs/26_recorder.ipynb #7cb1d336
 @patch
 def plot_phases(self:CodeRecorder, window:int=20, ax=None):
     "Loss of the steps for the items and for the codes, averaged over `window` steps; returns the axis"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KShotLearner']
 
-# %% ../nbs/27_score.ipynb #fa25e292
+# %% ../nbs/27_score.ipynb #bf5bf952
 import numpy as np
 import pandas as pd
 import torch
@@ -25,10 +25,10 @@ from .simplex import Coder
 from .space import Arch
 from .supernet import Supernet
 
-# %% ../nbs/27_score.ipynb #43f972d8
+# %% ../nbs/27_score.ipynb #352e1107
 class KShotLearner(ResumableLearner):
     "A `Learner` for a K-shot supernet"
-    best = None                             # the best architecture that a search has found
+    best_arch = None                             # the best architecture that a search has found
     @property
     def net(self) -> Supernet: return self.model.net
     @property
@@ -39,7 +39,7 @@ class KShotLearner(ResumableLearner):
     def __getstate__(self):                 # the images kept for evaluation stay here
         return {k:v for k,v in super().__getstate__().items() if k != '_kept'}
 
-# %% ../nbs/27_score.ipynb #a875c8a1
+# %% ../nbs/27_score.ipynb #2caa7d3e
 @patch
 def batches(self:KShotLearner,
     ds_idx:int=1, # 0: training set, 1: validation set
@@ -57,9 +57,9 @@ def _stats_batches(self:KShotLearner, n): return [b[0] for b in self.batches(0, 
 @patch
 def code(self:KShotLearner, arch:Arch) -> Tensor:
     "The code of `arch`"
-    with torch.no_grad(): return self.model.codes([arch])[0]
+    with torch.no_grad(): return self.model.codes_of([arch])[0]
 
-# %% ../nbs/27_score.ipynb #2b35620f
+# %% ../nbs/27_score.ipynb #731429bb
 @patch
 def eval_arch(self:KShotLearner,
     arch:Arch,          # the architecture
@@ -106,7 +106,7 @@ def _refuse_single_images(self:KShotLearner):
         "batch norms take their statistics from each validation batch, and one image has none worth the name: "
         "use a larger `bs` for validation, or stats='train'")
 
-# %% ../nbs/27_score.ipynb #194cb5ae
+# %% ../nbs/27_score.ipynb #72947a5b
 @patch
 @delegates(KShotLearner.eval_arch)
 def eval_archs(self:KShotLearner,
@@ -120,7 +120,7 @@ def eval_archs(self:KShotLearner,
     index = pd.Index(archs, name='arch', tupleize_cols=False)
     return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=index)
 
-# %% ../nbs/27_score.ipynb #2471cf9c
+# %% ../nbs/27_score.ipynb #bdc8943e
 @patch
 def subnet(self:KShotLearner,
     arch:Arch,             # the architecture
@@ -132,7 +132,7 @@ def subnet(self:KShotLearner,
     if weights != 'inherit': return self.net.subnet(arch, weights=weights)
     return self.net.subnet(arch, self.code(arch) if lam is None else lam, data=self._stats_batches(n_stats))
 
-# %% ../nbs/27_score.ipynb #d79e7cb3
+# %% ../nbs/27_score.ipynb #41e9351b
 @patch
 def get_preds(self:KShotLearner, *args, inner:bool=False, **kwargs):
     "As `Learner.get_preds`, with the architecture in use, or else the best that was found"
@@ -145,7 +145,7 @@ def get_preds(self:KShotLearner, *args, inner:bool=False, **kwargs):
 @patch
 def _predictor(self:KShotLearner) -> nn.Module:
     "The plain network that predicts, made once"
-    arch,lam = self.net.in_use or (self.best, None)
+    arch,lam = self.net.in_use or (self.best_arch, None)
     if arch is None: raise ValueError(
         "which architecture should predict? Say so with `learn.net.use(arch)`, or let `learn.search()` find one")
     key = arch,None if lam is None else tuple(lam.flatten().tolist()),self.model.clock.steps
@@ -157,5 +157,5 @@ def _predictor(self:KShotLearner) -> nn.Module:
 @patch
 def export(self:KShotLearner, *args, **kwargs):
     "As `Learner.export`; the network that predicts goes along, if it is known which one that is"
-    if self.net.in_use or self.best: self._predictor()
+    if self.net.in_use or self.best_arch: self._predictor()
     return Learner.export(self, *args, **kwargs)
