@@ -18,7 +18,8 @@ from matplotlib.ticker import EngFormatter
 from .task import Task, digits_task, folder_task, image_size
 from ..check import number, one_of, whole
 from ..cost import CostTable
-from ..learner import KShotLearner, kshot_learner
+from ..learner import kshot_learner
+from ..score import KShotLearner
 from ..space import Arch
 from ..supernet import Supernet
 

@@ -209,10 +209,11 @@ def _training(r:Results) -> FT:
     return Section(H2('The supernet'), P(text), Div(*figures, cls='figures'),
                    show_table(epochs, 'Epoch by epoch', fold=True))
 
+# %% ../../nbs/app/52_report.ipynb #3ece61c9
 def _cost(r:Results) -> FT:
     low,high = r.config['flops_range']
-    limits = {'cheapest of the space': low, 'allowed': r.settings['max_flops'], 'most expensive of the space': high}
-    limits = pd.DataFrame(limits.items(), columns=['what', 'flops'])
+    limits = pd.DataFrame(dict(what=['cheapest of the space', 'allowed', 'most expensive of the space'],
+                               flops=[low, r.settings['max_flops'], high]))
     networks = r.trials.drop_duplicates('arch')[['role', 'flops', 'params']]
     networks = networks.rename(columns=dict(role='what', params='parameters'))
     table = pd.concat([networks, limits]).sort_values('flops', kind='stable')
@@ -235,7 +236,6 @@ def _again(r:Results) -> FT:
 
 # %% ../../nbs/app/54_report.ipynb #68754544
 _policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
 def _made_of(folder) -> str: return ' '.join(file_digest(Path(folder)/n) for n in Results.inputs)
 
 def write_report(

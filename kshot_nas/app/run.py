@@ -19,13 +19,12 @@ from fastprogress.fastprogress import progress_bar
 
 from .folder import RunFolder
 from .plan import Plan, counted
-from ..archive import Archive
 from ..checkpoint import published
+from ..evaluate import Evaluations
 from ..export import export_onnx, load_model, model_card, save_model
-from ..learner import KShotLearner
 from ..result import SearchResult
 from ..retrain import RetrainLearner, retrain_learner
-from ..search import search as search_archs
+from ..score import KShotLearner
 from ..space import Arch
 
 log = logging.getLogger(__name__)
@@ -116,13 +115,9 @@ def train(self:Run) -> str:
 def evaluate(self:Run, archs:list) -> pd.DataFrame:
     "Evaluate `archs` with borrowed weights, except for those in the archive"
     problem = self.learn.arch_problem(table=self.table)
-    if self.progress:
-        bar = progress_bar(range(len(archs)), leave=False)
-        problem.tick = lambda: bar.update(len(problem.records))
-        bar.update(0)
-    file = self.folder/'archive.sqlite'
-    with Archive(file, self.space, problem.weights, problem.settings) as problem.archive: problem.score(archs)
-    return pd.DataFrame([problem.records[a] for a in archs]).drop(columns=['generation', 'failure'])
+    total = len(archs) if self.progress else None
+    with Evaluations(problem, self.folder/'archive.sqlite', total=total) as evaluations: evaluations.score(archs)
+    return evaluations.history.drop(columns=['generation', 'failure'])
 
 @patch
 def rank(self:Run) -> str:
@@ -162,9 +157,8 @@ def _searched(self:Run) -> SearchResult:
     "Search without what was ranked; an interrupted search is an interrupted run"
     s,learn,loader = self.settings,self.learn,self.task.dls.valid.fake_l
     n,loader.num_workers = loader.num_workers,0                                 # processes can't start others
-    try: res = search_archs(learn, max_flops=s['max_flops'], pop=s['pop'], gens=s['gens'], seed=s['seed'],
-                            table=self.table, archive=self.folder/'archive.sqlite', workers=self.workers,
-                            progress=self.progress)
+    try: res = learn.search(max_flops=s['max_flops'], pop=s['pop'], gens=s['gens'], seed=s['seed'], table=self.table,
+                            archive=self.folder/'archive.sqlite', workers=self.workers, progress=self.progress)
     finally: loader.num_workers = n
     if res.interrupted: raise KeyboardInterrupt
     return res

@@ -91,7 +91,7 @@ def digits_task(s:dict, device) -> Task:
     bench,known = DigitsBench(widths=True),s['space'] == 'tiny'
     function,kwargs = (bench.supernet.func, bench.supernet.keywords) if known else find_space(s['space'], 8)
     dls = bench.dls(bs=s['bs']).to(device)
-    test = dls.valid.new(dataset=list(zip(*bench.test_data())), bs=1000)
+    test = dls.valid.new(dataset=list(zip(*bench.data['test'])), bs=1000)
     truth = bench.truth['mean'] if known else None
     return Task('digits', dls, [str(c) for c in range(10)], 300, function, kwargs, test, truth)
 
