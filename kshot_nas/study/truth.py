@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['train_plain', 'one_thread', 'Bench', 'build', 'Pairs']
 
-# %% ../../nbs/study/40_truth.ipynb #38078379
+# %% ../../nbs/study/40_truth.ipynb #118a3825
 import hashlib, os
 from contextlib import contextmanager
 from functools import cached_property
@@ -28,7 +28,7 @@ from ..rank import RankReport, kendall_tau, rank_report, tau_ceiling
 from ..space import Arch
 from ..supernet import Supernet
 
-# %% ../../nbs/study/40_truth.ipynb #5f10d850
+# %% ../../nbs/study/40_truth.ipynb #286cdcd1
 def train_plain(
     model:nn.Module,    # a plain network, trained in place
     x:torch.Tensor,     # inputs
@@ -50,7 +50,7 @@ def train_plain(
             opt.step()
             sched.step()
 
-# %% ../../nbs/study/40_truth.ipynb #abe033ad
+# %% ../../nbs/study/40_truth.ipynb #a764930d
 @contextmanager
 def one_thread():
     "One thread for torch: the same sums with any number of cores and of processes"
@@ -59,7 +59,7 @@ def one_thread():
     try: yield
     finally: torch.set_num_threads(n)
 
-# %% ../../nbs/study/40_truth.ipynb #d6ba5498
+# %% ../../nbs/study/40_truth.ipynb #93ec44a5
 class Bench:
     "Architectures, what they are truly worth, and the data to train a supernet on"
     name = 'bench'      # of its table
@@ -87,11 +87,17 @@ class Bench:
     @cached_property
     def table(self) -> dict: return _read_table(self)
 
-# %% ../../nbs/study/40_truth.ipynb #65d8abbe
+# %% ../../nbs/study/40_truth.ipynb #8db5e7d2
 @patch
-def fresh(self:Bench, arch:Arch) -> nn.Module:
+def fresh(self:Bench,
+    arch:Arch,      # an architecture of the bench's space
+    seed:int=None   # of the weights; torch's random numbers as they come if None
+) -> nn.Module:
     "The plain network of `arch` with new weights"
-    return self.net.subnet(arch, weights='fresh').to(memory_format=torch.channels_last)
+    self.net.space.check(arch)                              # makes the supernet before the seed is set
+    with torch.random.fork_rng(enabled=seed is not None):
+        if seed is not None: torch.manual_seed(seed)
+        return self.net.subnet(arch, weights='fresh').to(memory_format=torch.channels_last)
 
 @patch
 @one_thread()
@@ -111,7 +117,7 @@ def train_alone(self:Bench,
     def right(out, y): return (out.argmax(1) == y).sum().item()
     return dict(valid=right(valid, yv), loss=round(F.cross_entropy(valid, yv).item(), 5), test=right(test, yt))
 
-# %% ../../nbs/study/40_truth.ipynb #d32f43fa
+# %% ../../nbs/study/40_truth.ipynb #d6893b7c
 def build(
     bench:Bench,        # whose table to make
     folder,             # where results are collected, and found again
@@ -137,7 +143,7 @@ def build(
     results = [[rows[a,s] for s in range(n_seeds)] for a in archs]
     return _write_table(bench, file.with_suffix('.npz'), archs, results)
 
-# %% ../../nbs/study/40_truth.ipynb #de58d51e
+# %% ../../nbs/study/40_truth.ipynb #434bb5dd
 def _train_one(bench, arch, seed): return arch,seed,tuple(bench.train_alone(arch, seed).values())
 
 def _line(arch, seed, result) -> str: return ','.join(map(str, (arch, seed, *result))) + '\n'
@@ -155,7 +161,7 @@ def _read_rows(file:Path) -> dict:
     file.write_text(''.join(_line(*key, result) for key,result in rows.items()))
     return rows
 
-# %% ../../nbs/study/40_truth.ipynb #184491c5
+# %% ../../nbs/study/40_truth.ipynb #9e358d43
 @patch
 def digest(self:Bench) -> str:
     "A fingerprint of all data, rounded to three digits"
@@ -171,7 +177,7 @@ def _write_table(bench, file, archs, results) -> Path:
     with published(file) as tmp: np.savez_compressed(tmp, archs=[str(a) for a in archs], digest=bench.digest(), **columns)
     return file
 
-# %% ../../nbs/study/40_truth.ipynb #91e7be64
+# %% ../../nbs/study/40_truth.ipynb #c85e1d42
 def _read_table(bench) -> dict:
     "The arrays of a table that `build` has written, checked"
     file,names = bench.file,('archs', 'valid', 'test', 'params', 'flops')
@@ -192,7 +198,7 @@ def _check_counts(counts, name, n_archs, most):
     if counts.ndim == 2 and len(counts) == n_archs and counts.size and ((0 <= counts) & (counts <= most)).all(): return
     raise ValueError(f'{name} must be counts of right answers, at most {most}, one for each architecture and seed')
 
-# %% ../../nbs/study/40_truth.ipynb #6dc7da58
+# %% ../../nbs/study/40_truth.ipynb #be85fe99
 @patch(as_prop=True)
 def archs(self:Bench) -> list: return self.table['archs']
 @patch(as_prop=True)
@@ -217,7 +223,7 @@ def true(self:Bench, arch:Arch) -> float:
     "Mean test accuracy of `arch`, trained alone"
     return self.test[self.rows([self.distinct(self.net.space.check(arch))])[0]].mean()
 
-# %% ../../nbs/study/40_truth.ipynb #fc2b4a98
+# %% ../../nbs/study/40_truth.ipynb #e1ff10f6
 @patch
 def rows(self:Bench, archs:list=None) -> np.ndarray:
     "Where `archs` are in the table; all if `None`"
@@ -230,7 +236,7 @@ def rows(self:Bench, archs:list=None) -> np.ndarray:
 def __repr__(self:Bench):
     return f"{type(self).__name__}: {len(self.archs):,} architectures, {self.test.shape[1]} seeds"
 
-# %% ../../nbs/study/40_truth.ipynb #0d529f72
+# %% ../../nbs/study/40_truth.ipynb #fd9dd89c
 @patch
 def yardsticks(self:Bench, archs:list=None) -> dict:
     "Tau of what needs no supernet: costs, one real training of each architecture, and a perfect predictor"
@@ -241,7 +247,7 @@ def yardsticks(self:Bench, archs:list=None) -> dict:
     one = [kendall_tau(valid[:,s], np.delete(test, s, axis=1).mean(1)) for s in range(n_seeds)]
     return taus | {'one training':float(np.mean(one)), 'ceiling':tau_ceiling(test)['perfect']}
 
-# %% ../../nbs/study/40_truth.ipynb #9b6805ac
+# %% ../../nbs/study/40_truth.ipynb #32dd153a
 class Pairs(list):
     "Inputs with their classes, and where a Learner looks for the loss"
     loss_func = CrossEntropyLossFlat()
