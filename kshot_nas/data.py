@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['one_input', 'n_classes', 'batch_size', 'fixed_batches', 'supernet_for']
 
-# %% ../nbs/34_data.ipynb #dcd5267e
+# %% ../nbs/34_data.ipynb #bf54b21d
 import inspect, random
 from functools import partial
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .choices import Choices
 from .supernet import Supernet
 
-# %% ../nbs/34_data.ipynb #ed468e0c
+# %% ../nbs/34_data.ipynb #0d9d812b
 def one_input(
     dls     # `DataLoaders`
 ) -> Tensor:
@@ -35,7 +35,7 @@ def n_classes(
     if n: return n
     raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
 
-# %% ../nbs/34_data.ipynb #75a613c7
+# %% ../nbs/34_data.ipynb #ec5be836
 def _mixed(idxs, most=None): return random.Random(0).sample(idxs, len(idxs))[:most]      # the same in every pass
 
 def batch_size(
@@ -72,7 +72,7 @@ def _kept(dl, device, limit):
         "mend or remove these images")
     return batches
 
-# %% ../nbs/34_data.ipynb #383956c3
+# %% ../nbs/34_data.ipynb #a5fe3c17
 _no_supernet = ("A supernet function takes `k`, `n_in` and `n_out` and returns a Supernet, such as `tiny_supernet`, "
                 "or a module with OpChoice or WidthChoice in it: see the chapter on choices")
 
@@ -95,7 +95,7 @@ def _as_supernet(module, k, shape, name, kwargs) -> Supernet:
         raise ValueError(f"{name} gives a {type(module).__name__} without choices. {_no_supernet}") from e
     return Supernet(module, 8 if k is None else k, in_shape=shape, **kwargs)
 
-# %% ../nbs/34_data.ipynb #0938f92c
+# %% ../nbs/34_data.ipynb #7b5a23d7
 def supernet_for(
     dls,            # `DataLoaders`
     supernet,       # a function that makes a supernet, a Supernet, or a module with choices

@@ -141,7 +141,7 @@ def fit_kshot(self:KShotLearner,
         if state := saver.load(self): rec.steps,rec.codes = rec.earlier = state['more']['steps'],state['more']['codes']
     self.fit_rest(n_epoch, lr, saver, wd, [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)])
 
-# %% ../nbs/36_learner.ipynb #8b5c0296
+# %% ../nbs/36_learner.ipynb #f4695640
 @patch
 @delegates(KShotLearner.eval_arch)
 def arch_problem(self:KShotLearner,

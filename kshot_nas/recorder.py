@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CodeRecorder']
 
-# %% ../nbs/33_recorder.ipynb #0307b39d
+# %% ../nbs/33_recorder.ipynb #c0eddd0b
 import math
 from itertools import takewhile
 
@@ -18,7 +18,7 @@ from fastcore.basics import patch, store_attr
 from . import simplex
 from .phases import ContrastTerm
 
-# %% ../nbs/33_recorder.ipynb #098e0548
+# %% ../nbs/33_recorder.ipynb #f8d5bac3
 class CodeRecorder(Callback):
     "Records losses by phase, the channel regularizer, and the codes of a fixed set of architectures over time"
     order,run_valid = ContrastTerm.order+1,False
@@ -61,7 +61,7 @@ class CodeRecorder(Callback):
         if (rec := getattr(self.learn, 'recorder', None)) is not None:
             rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])       # fastai would keep tensors
 
-# %% ../nbs/33_recorder.ipynb #4d9c3f42
+# %% ../nbs/33_recorder.ipynb #5942f03d
 @patch
 def mean(self:CodeRecorder, phase:str=None, column:int=2) -> float:
     "Average of the loss (or of another column of `steps`) over the last epoch, or over its steps of one phase"
@@ -75,7 +75,7 @@ def spread(self:CodeRecorder) -> float:
     "How far codes are from 1/K, as a root mean square, after the last epoch"
     return (self.codes[-1] - 1/self.codes[-1].shape[-1]).square().mean().sqrt().item() if self.codes else 0.
 
-# %% ../nbs/33_recorder.ipynb #7cb1d336
+# %% ../nbs/33_recorder.ipynb #e6e1204e
 @patch
 def plot_phases(self:CodeRecorder, window:int=20, ax=None):
     "Loss of the steps for the items and for the codes, averaged over `window` steps; returns the axis"
