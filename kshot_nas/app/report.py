@@ -209,7 +209,7 @@ def _training(r:Results) -> FT:
     return Section(H2('The supernet'), P(text), Div(*figures, cls='figures'),
                    show_table(epochs, 'Epoch by epoch', fold=True))
 
-# %% ../../nbs/app/52_report.ipynb #3ece61c9
+# %% ../../nbs/app/54_report.ipynb #3ece61c9
 def _cost(r:Results) -> FT:
     low,high = r.config['flops_range']
     limits = pd.DataFrame(dict(what=['cheapest of the space', 'allowed', 'most expensive of the space'],
