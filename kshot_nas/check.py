@@ -61,7 +61,8 @@ def instance(
     "`x`, if it is of one of `types`"
     if isinstance(x, types): return x
     names = ' or '.join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
-    raise TypeError(f"{name} must be of type {names}; got {x!r:.100} ({type(x).__name__})" + (f'. {advice}' if advice else ''))
+    more = f'. {advice}' if advice else ''
+    raise TypeError(f"{name} must be of type {names}; got {x!r:.100} ({type(x).__name__}){more}")
 
 # %% ../nbs/11_check.ipynb #b236b89f
 def sequence(
@@ -72,5 +73,6 @@ def sequence(
     "`xs` as a tuple, if it is something with an order"
     if isinstance(xs, (tuple, list)): return tuple(xs)
     unordered = isinstance(xs, (str, bytes, dict, set, frozenset)) or not isinstance(xs, Iterable)
-    if unordered or getattr(xs, 'ndim', 1) == 0: raise TypeError(f"{name}: got {xs!r:.100}; give a tuple or list such as {example}")
+    if unordered or getattr(xs, 'ndim', 1) == 0:
+        raise TypeError(f"{name}: got {xs!r:.100}; give a tuple or list such as {example}")
     return tuple(xs.tolist() if hasattr(xs, 'tolist') else xs)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OpChoice', 'WidthChoice', 'Choices', 'skeleton', 'check_ops', 'ChannelLabels', 'check_widths']
 
-# %% ../nbs/16_choices.ipynb #5a450735
+# %% ../nbs/16_choices.ipynb #ec4d996c
 import copy
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ from .check import instance
 from .layers import KLayer
 from .space import Arch, SearchSpace
 
-# %% ../nbs/16_choices.ipynb #8b83b9c0
+# %% ../nbs/16_choices.ipynb #8ea7cc64
 class OpChoice(nn.Module):
     "Several operations, of which one is used at a time"
     def __init__(self,
@@ -36,7 +36,7 @@ class OpChoice(nn.Module):
     def forward(self, *args, **kwargs): return self.chosen(*args, **kwargs)
     def extra_repr(self): return f'active={self.names[self.active]}'
 
-# %% ../nbs/16_choices.ipynb #c6865eaf
+# %% ../nbs/16_choices.ipynb #53c113e7
 class WidthChoice:
     "Ratios to which the filters of a layer may be cut; call it with the layers"
     def __init__(self,
@@ -58,7 +58,7 @@ class WidthChoice:
 
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
-# %% ../nbs/16_choices.ipynb #48619461
+# %% ../nbs/16_choices.ipynb #d5626669
 class Choices:
     "The op choices and width choices inside a module, and the search space that they make"
     def __init__(self, module:nn.Module): # a network with choices in it
@@ -83,7 +83,7 @@ class Choices:
         for layers,i in zip(self.cuts.values(), arch.widths):
             for m,n_filters in layers: m.width = n_filters[i]
 
-# %% ../nbs/16_choices.ipynb #f1d1dcc4
+# %% ../nbs/16_choices.ipynb #bb0c6dc3
 def skeleton(module:nn.Module) -> nn.Module:
     "A copy without weights on torch's `meta` device; norms and activations, which don't change shapes, do nothing"
     memo = {id(t):torch.empty_like(t, device='meta') for t in module.buffers()}
@@ -99,7 +99,7 @@ def _keeps_shape(m):
     of_torch = type(m).__module__ in ('torch.nn.modules.activation', 'torch.nn.modules.dropout')
     return of_torch and not isinstance(m, (nn.GLU, nn.MultiheadAttention))
 
-# %% ../nbs/16_choices.ipynb #107d97d4
+# %% ../nbs/16_choices.ipynb #72c0f46b
 def check_ops(
     module:nn.Module, # a network with choices
     in_shape:tuple    # shape of one input
@@ -115,7 +115,7 @@ def check_ops(
     except Exception: pass                                        # a network that can't do without content
     if odd: raise ValueError(f"the operations of a choice must put out the same shape; got {odd[0]}")
 
-# %% ../nbs/16_choices.ipynb #741cc875
+# %% ../nbs/16_choices.ipynb #88f90d33
 class ChannelLabels:
     "Sends labels through a module without weights, and notes which reach each K-shot layer"
     def __init__(self,
@@ -150,7 +150,7 @@ class ChannelLabels:
         with torch.no_grad(): self.bones(self.x)
         return {m:list(given) for m,given in self.seen.items()}
 
-# %% ../nbs/16_choices.ipynb #5778b403
+# %% ../nbs/16_choices.ipynb #c61761ed
 def check_widths(
     module:nn.Module, # a network with K-shot layers and choices
     in_shape:tuple    # shape of one input

@@ -117,7 +117,8 @@ class CostTable:
     ):
         self.space,self.timings = instance(net, 'net', Supernet).space,None
         in_shape = net.in_shape if in_shape is None else sequence(in_shape, 'in_shape', '(3, 224, 224)')
-        if in_shape is None: raise ValueError("costs depend on the input: pass its shape, such as in_shape=(3, 224, 224)")
+        if in_shape is None:
+            raise ValueError("costs depend on the input: pass its shape, such as in_shape=(3, 224, 224)")
         self.in_shape = tuple(whole(n, 'each side of in_shape', 1) for n in in_shape)
         shapes = _Shapes(net, self.in_shape)
         self.factors = _factors(shapes, self.space)

@@ -141,7 +141,7 @@ def fit_kshot(self:KShotLearner,
         if state := saver.load(self): rec.steps,rec.codes = rec.earlier = state['more']['steps'],state['more']['codes']
     self.fit_rest(n_epoch, lr, saver, wd, [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)])
 
-# %% ../nbs/36_learner.ipynb #f4695640
+# %% ../nbs/36_learner.ipynb #f9f342b4
 @patch
 @delegates(KShotLearner.eval_arch)
 def arch_problem(self:KShotLearner,
@@ -172,7 +172,7 @@ def search(self:KShotLearner,
     min_flops:float=None, # and at least this many
     **kwargs
 ) -> SearchResult:
-    "The best architecture within the limits, which becomes `best_arch`; `kwargs` are those of `search` and `arch_problem`"
+    "The best architecture within limits, which becomes `best_arch`; `kwargs` are those of `search` and `arch_problem`"
     result = search_archs(self, max_flops, min_flops, **kwargs)
     self.best_arch = result.best
     return result

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['kshot_splitter', 'PhasedOptimizer', 'FusedSGD', 'phased_opt', 'ShareGradients']
 
-# %% ../nbs/31_optimizer.ipynb #9e0137d8
+# %% ../nbs/31_optimizer.ipynb #68c4906f
 import numpy as np
 import torch
 from fastai.callback.core import Callback, TrainEvalCallback
@@ -16,10 +16,10 @@ from torch import nn
 
 from .layers import KLayer
 
-# %% ../nbs/31_optimizer.ipynb #3eac5898
+# %% ../nbs/31_optimizer.ipynb #ba143689
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm,nn.GroupNorm
 
-def kshot_splitter(model) -> list:
+def kshot_splitter(model:nn.Module) -> list:
     "Three groups of parameters: weights of the supernet, its norms and biases, and the codes"
     weights,rest = [],[]
     for m in model.net.modules():
@@ -28,7 +28,7 @@ def kshot_splitter(model) -> list:
             (rest if plain or isinstance(m, _norms) else weights).append(p)
     return [weights, rest, list(model.coder.parameters())]
 
-# %% ../nbs/31_optimizer.ipynb #3c81d26e
+# %% ../nbs/31_optimizer.ipynb #7b744dbc
 class PhasedOptimizer:
     "Two torch optimizers, for items and codes, that look like one; `step` steps those that are `active`"
     def __init__(self, items:torch.optim.Optimizer, codes:torch.optim.Optimizer=None, codes_scale:float=1.):
@@ -61,7 +61,7 @@ class PhasedOptimizer:
                 g['lr'] = lr
                 if wd is not None: g['weight_decay'] = wd
 
-# %% ../nbs/31_optimizer.ipynb #8e9803fc
+# %% ../nbs/31_optimizer.ipynb #4fe264b7
 @patch
 def state_dict(self:PhasedOptimizer):
     "The state of both, with plain numbers in place of NumPy's"
@@ -82,10 +82,10 @@ class _NumbersOnly(OptimWrapper):
         def is_number(v): return isinstance(v, (int, float, np.number)) and not isinstance(v, bool)
         return [{k:v for k,v in h.items() if is_number(v)} for h in super().hypers]
 
-# %% ../nbs/31_optimizer.ipynb #024281fd
+# %% ../nbs/31_optimizer.ipynb #69582c93
 class FusedSGD(torch.optim.SGD):
     "SGD in one pass over memory, for parameters of which some never had a gradient before"
-    def __init__(self, params, lr, **kwargs): super().__init__(params, lr=lr, fused=True, **kwargs)
+    def __init__(self, params, lr:float, **kwargs): super().__init__(params, lr=lr, fused=True, **kwargs)
     def step(self, closure=None):
         new = [p for g in self.param_groups for p in g['params']
                if p.grad is not None and self.state[p].get('momentum_buffer') is None]
@@ -109,7 +109,7 @@ def phased_opt(
         for g in opt.param_groups: g['weight_decay'] = wd
     return _NumbersOnly(opt=PhasedOptimizer(opt, (codes or adam)(sigma, lr=lr) if sigma else None, codes_scale))
 
-# %% ../nbs/31_optimizer.ipynb #dafa0d64
+# %% ../nbs/31_optimizer.ipynb #ef327693
 class ShareGradients(Callback):
     "Averages gradients over processes, in place of `DistributedDataParallel`"
     order,run_valid = TrainEvalCallback.order+1,False

@@ -21,7 +21,7 @@ from .optimizer import PhasedOptimizer
 from .simplex import Coder
 from .supernet import Supernet
 
-# %% ../nbs/32_phases.ipynb #9d943237
+# %% ../nbs/32_phases.ipynb #ad9bab95
 class Clock(nn.Module):
     "Counts epochs and steps across fits and resumes, and knows whose turn it is"
     def __init__(self,
@@ -58,7 +58,7 @@ class Clock(nn.Module):
         if self.phase == 'items' or self.steps < self.warm: self.items += 1
         else: self.codes += 1
 
-# %% ../nbs/32_phases.ipynb #6a9e3176
+# %% ../nbs/32_phases.ipynb #defa26e9
 @patch
 def begin(self:Clock, n_epoch:int):
     "Before `n_epoch` epochs: shorten a warm-up that would leave none for the codes"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CodeRecorder']
 
-# %% ../nbs/33_recorder.ipynb #c0eddd0b
+# %% ../nbs/33_recorder.ipynb #77a4b498
 import math
 from itertools import takewhile
 
@@ -18,7 +18,7 @@ from fastcore.basics import patch, store_attr
 from . import simplex
 from .phases import ContrastTerm
 
-# %% ../nbs/33_recorder.ipynb #f8d5bac3
+# %% ../nbs/33_recorder.ipynb #f778f452
 class CodeRecorder(Callback):
     "Records losses by phase, the channel regularizer, and the codes of a fixed set of architectures over time"
     order,run_valid = ContrastTerm.order+1,False
@@ -39,7 +39,7 @@ class CodeRecorder(Callback):
     def after_pred(self):
         if self.epoch or self.pred.ndim != 2 or self.y.ndim != 1 or self.y.is_floating_point(): return
         n = self.pred.shape[1]
-        odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]                       # -100: left out by torch's losses
+        odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]       # -100: left out by torch's losses
         if len(odd): raise ValueError(
             f"there is an image of class {odd[0].item()}, but the network has {n} outputs, for classes 0 to {n-1}: "
             "check the labels, and `dls.c` or `n_out`")
@@ -61,7 +61,7 @@ class CodeRecorder(Callback):
         if (rec := getattr(self.learn, 'recorder', None)) is not None:
             rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])       # fastai would keep tensors
 
-# %% ../nbs/33_recorder.ipynb #5942f03d
+# %% ../nbs/33_recorder.ipynb #0e50f974
 @patch
 def mean(self:CodeRecorder, phase:str=None, column:int=2) -> float:
     "Average of the loss (or of another column of `steps`) over the last epoch, or over its steps of one phase"
@@ -75,7 +75,7 @@ def spread(self:CodeRecorder) -> float:
     "How far codes are from 1/K, as a root mean square, after the last epoch"
     return (self.codes[-1] - 1/self.codes[-1].shape[-1]).square().mean().sqrt().item() if self.codes else 0.
 
-# %% ../nbs/33_recorder.ipynb #e6e1204e
+# %% ../nbs/33_recorder.ipynb #89ab86d3
 @patch
 def plot_phases(self:CodeRecorder, window:int=20, ax=None):
     "Loss of the steps for the items and for the codes, averaged over `window` steps; returns the axis"

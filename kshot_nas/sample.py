@@ -6,6 +6,7 @@
 __all__ = ['uniforms', 'uniform_stream', 'fair_stream', 'cost_table', 'balanced_stream', 'cross_index', 'mutate_index']
 
 # %% ../nbs/14_sample.ipynb #6ab9fa07
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -68,8 +69,8 @@ def _cost_chances(cost, bands=16, steps=2048):
 
 # %% ../nbs/14_sample.ipynb #fcc594c9
 def cost_table(
-    cost,        # for each gene, what each of its choices costs
-    counts:tuple # how many choices each gene has
+    cost:Iterable, # for each gene, what each of its choices costs
+    counts:tuple   # how many choices each gene has
 ) -> tuple:
     "`cost` as a tuple of tuples of floats, if it has a finite number, not negative, for each choice"
     want = f"cost must be {len(counts)} rows of numbers, one per choice"
@@ -101,7 +102,7 @@ def balanced_stream(
 def cross_index(
     a:np.ndarray, # some parents, (n, genes), int64
     b:np.ndarray, # the other parents
-    uniform       # gives random numbers in [0,1) of a shape, such as a numpy generator's random
+    uniform:Callable # gives random numbers in [0,1) of a shape, such as a numpy generator's random
 ) -> np.ndarray:  # (n, genes)
     "Children that take each choice from either parent, with the same chance"
     return np.where(uniform(a.shape) < 0.5, a, b)
@@ -111,7 +112,7 @@ def mutate_index(
     x:np.ndarray, # the parents, (n, genes), int64
     counts:tuple, # how many choices each gene has
     n_ops:int,    # that many genes are ops, the rest are widths
-    uniform,      # gives random numbers in [0,1) of a shape, such as a numpy generator's random
+    uniform:Callable, # gives random numbers in [0,1) of a shape, such as a numpy generator's random
     p:float=0.1   # the chance of each choice to change
 ) -> np.ndarray:  # (n, genes)
     "Each row with at least one choice changed, if there is another: ops jump anywhere, widths step to a neighbour"

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['KShotLearner']
 
-# %% ../nbs/35_score.ipynb #858a2468
+# %% ../nbs/35_score.ipynb #5289c5bd
 import numpy as np
 import pandas as pd
 import torch
@@ -25,7 +25,7 @@ from .simplex import Coder
 from .space import Arch
 from .supernet import Supernet
 
-# %% ../nbs/35_score.ipynb #8cb4c504
+# %% ../nbs/35_score.ipynb #c431044c
 class KShotLearner(ResumableLearner):
     "A `Learner` for a K-shot supernet"
     best_arch = None                             # the best architecture that a search has found
@@ -39,7 +39,7 @@ class KShotLearner(ResumableLearner):
     def __getstate__(self):                 # the images kept for evaluation stay here
         return {k:v for k,v in super().__getstate__().items() if k != '_kept'}
 
-# %% ../nbs/35_score.ipynb #97020813
+# %% ../nbs/35_score.ipynb #4828c289
 @patch
 def batches(self:KShotLearner,
     ds_idx:int=1, # 0: training set, 1: validation set
@@ -59,7 +59,7 @@ def code(self:KShotLearner, arch:Arch) -> Tensor:
     "The code of `arch`"
     with torch.no_grad(): return self.model.codes_of([arch])[0]
 
-# %% ../nbs/35_score.ipynb #b1888168
+# %% ../nbs/35_score.ipynb #15de8329
 @patch
 def eval_arch(self:KShotLearner,
     arch:Arch,          # the architecture
@@ -106,7 +106,7 @@ def _refuse_single_images(self:KShotLearner):
         "batch norms take their statistics from each validation batch, and one image has none worth the name: "
         "use a larger `bs` for validation, or stats='train'")
 
-# %% ../nbs/35_score.ipynb #71feae68
+# %% ../nbs/35_score.ipynb #f79ba415
 @patch
 @delegates(KShotLearner.eval_arch)
 def eval_archs(self:KShotLearner,
@@ -120,7 +120,7 @@ def eval_archs(self:KShotLearner,
     index = pd.Index(archs, name='arch', tupleize_cols=False)
     return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=index)
 
-# %% ../nbs/35_score.ipynb #360fa31a
+# %% ../nbs/35_score.ipynb #86201e1d
 @patch
 def subnet(self:KShotLearner,
     arch:Arch,             # the architecture
@@ -132,7 +132,7 @@ def subnet(self:KShotLearner,
     if weights != 'inherit': return self.net.subnet(arch, weights=weights)
     return self.net.subnet(arch, self.code(arch) if lam is None else lam, data=self._stats_batches(n_stats))
 
-# %% ../nbs/35_score.ipynb #6366a2d0
+# %% ../nbs/35_score.ipynb #0b6adbc6
 @patch
 def get_preds(self:KShotLearner, *args, inner:bool=False, **kwargs):
     "As `Learner.get_preds`, with the architecture in use, or else the best that was found"

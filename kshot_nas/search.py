@@ -112,7 +112,7 @@ _hows = dict(nsga2=_nsga2, random=_random, all=_everything)
 
 # %% ../nbs/30_search.ipynb #9f48fb68
 def search(
-    problem,              # what to search: an `ArchProblem`, or a learner, of which its `arch_problem` makes one
+    problem:ArchProblem,  # what to search; or a learner, of which its `arch_problem` makes one
     max_flops:float=None, # at most this many FLOPs
     min_flops:float=None, # and at least this many
     pop:int=50,           # architectures evaluated in a generation

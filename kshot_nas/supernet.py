@@ -52,8 +52,8 @@ class Supernet(nn.Module):
     def forward(self, x): return self.net(x)
     def skeleton(self): return skeleton(self)
 
-# %% ../nbs/19_supernet.ipynb #2cd4f894
-def check_shape(shape) -> tuple:
+# %% ../nbs/19_supernet.ipynb #b7ff2a38
+def check_shape(shape:tuple) -> tuple:
     "`shape` as a tuple, if it is the shape of one input"
     if isinstance(shape, (tuple, list)) and shape and all(type(n) is int and n > 0 for n in shape): return tuple(shape)
     raise ValueError(f"in_shape must be the shape of one input, such as (3, 224, 224); got {shape!r}")

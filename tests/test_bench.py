@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from kshot_nas import nb201
 from kshot_nas.nb201 import load_pickle, nb201_arch, nb201_cost, nb201_index, nb201_space, nb201_str, nb201_supernet, read_nb201
 from kshot_nas.study.twins import canonical, has_signal
 from kshot_nas.study.bench import DigitsBench, bench_archs, train_alone
