@@ -6,8 +6,9 @@
 On the MobileNetV2-SE space with K=8 and widths. A step for the codes cuts the batch into m groups, one for each of m
 architectures, and finds the gradient of the simplex-net by which it codes them; the items take part as constants.
 It is compared with the mean step for the items (forward, backward, SGD) over the same architectures, on the same batch.
-Times are of one thread of the processor: in one process all kinds take turns, and the faster of two turns counts.
-Memory is what a process of its own grows by, at the peak of a step, over what it held before the step.
+Times are of one thread of the processor: in one process all kinds take turns, and the fastest of three turns counts.
+Memory is what a process of its own grows by, at the peak of a step, over what it held before the step: items and
+momentum are not in it, the gradients of a path's items are.
 """
 import argparse
 import json
@@ -42,7 +43,7 @@ class Steps:
         self.net,bs = mobilenet_supernet(8, size=size),sizes[size]
         self.coder = SimplexNet(self.net.space, 8)
         self.opt = torch.optim.SGD(self.net.parameters(), 0.01, momentum=0.9, nesterov=True, fused=True)
-        for p in self.net.parameters(): self.opt.state[p]['momentum_buffer'] = torch.full_like(p, 0.)   # there from the start
+        for p in self.net.parameters(): self.opt.state[p]['momentum_buffer'] = torch.full_like(p, 0.)   # held before
         self.x,self.y = torch.randn(bs, *self.net.in_shape),torch.randint(0, 10, (bs,))
 
     def items(self, arch):
@@ -86,7 +87,7 @@ def times(size) -> dict:
     "Seconds of each kind of step; those for the items as the mean over the same architectures"
     steps,res = Steps(size),{}
     archs = steps.net.space.sample(max(n_groups), seed=0)
-    for turn in range(2):
+    for turn in range(3):
         def note(name, f, *args):
             steps.clear()
             res[name] = min(seconds(f, *args), res.get(name, float('inf')))
@@ -138,7 +139,8 @@ def main():
     df = pd.DataFrame(rows)
     base = df[df.kind == 'items'].set_index(['size', 'm'])
     at = pd.MultiIndex.from_frame(df[['size', 'm']])
-    for what,col in ('seconds', 'time ratio'),('peak_mb', 'memory ratio'): df[col] = df[what]/base[what].reindex(at).to_numpy()
+    for what,ratio in ('seconds', 'time ratio'),('peak_mb', 'memory ratio'):
+        df[ratio] = df[what]/base[what].reindex(at).to_numpy()
     print(df.round(3).to_string(index=False))
     if args.out:
         with open(args.out, 'w') as f: json.dump(dict(torch=torch.__version__, rows=df.to_dict('records')), f, indent=1)

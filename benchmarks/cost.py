@@ -1,12 +1,13 @@
-"""What K-shot weight sharing costs, as ratios within one run: time of a step, of an evaluation, memory, and how they grow.
+"""What K-shot weight sharing costs, as ratios within one run: time of a step, of an evaluation, memory, and growth.
 
     python benchmarks/cost.py              # the quick set: about five minutes
     python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows: about an hour
 
-Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures and images, and the fastest
-turn of each counts, so a busy machine matters little. Times are of the processor (one thread), or of the clock where CUDA does the work. Each table has
-a process of its own, and each memory figure. While times are measured malloc is told to keep what it has, as PyTorch does on GPUs: whether it gives
-memory back after a step is luck.
+Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures
+and images, and the fastest turn of each counts, so a busy machine matters little. Times are of the processor (one
+thread), or of the clock where CUDA does the work. Each table has a process of its own, and each memory figure. While
+times are measured malloc is told to keep what it has, as PyTorch does on GPUs: whether it gives memory back after a
+step is luck.
 """
 import argparse
 import json
@@ -34,7 +35,8 @@ from kshot_nas.simplex import SimplexNet
 from kshot_nas.space import Arch
 from kshot_nas.tiny import tiny_supernet
 
-keep = dict(MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**33), MALLOC_TOP_PAD_=str(2**28))   # don't give memory back between steps
+# malloc shall not give memory back between steps
+keep = dict(MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**33), MALLOC_TOP_PAD_=str(2**28))
 turns = 5                                     # how often each thing is measured; the quick set has fewer
 device = 'cuda' if torch.cuda.is_available() else 'cpu'
 spaces = {'MobileNet 224': mobilenet_supernet,
@@ -51,14 +53,19 @@ def sgd(params): return phased_opt([params, []]).opt.opts[0]               # wha
 
 class Items:
     "Steps for the items, timed by part"
-    def __init__(self, net): self.net,self.opt,self.lam = net.to(device),sgd(net.parameters()),torch.full((net.k,), 1/net.k, device=device)
+    def __init__(self, net):
+        self.net,self.opt = net.to(device),sgd(net.parameters())
+        self.lam = torch.full((net.k,), 1/net.k, device=device)
     def __call__(self, arch, x, y) -> dict:
         self.net.switch(arch, self.lam)
         self.opt.zero_grad()
         t = [clock()]
-        loss = F.cross_entropy(self.net(x), y); t.append(clock())
-        loss.backward();                        t.append(clock())
-        self.opt.step();                        t.append(clock())
+        loss = F.cross_entropy(self.net(x), y)
+        t.append(clock())
+        loss.backward()
+        t.append(clock())
+        self.opt.step()
+        t.append(clock())
         return dict(zip(('forward', 'backward', 'optimizer'), np.diff(t)), step=t[-1]-t[0])
 
     def merge(self, arch) -> float:
@@ -83,12 +90,14 @@ class Codes:
         return clock()-t
 
 def ratios(rows:list, base:str, what='step') -> pd.DataFrame:
-    "Median over architectures of the ratio to `base`, its quartiles, and the medians of the times in milliseconds; the fastest turn of each counts"
+    "Median over architectures of the ratio to `base`, its quartiles, and median milliseconds, of the fastest turns"
     df = pd.DataFrame(rows).groupby(['run', 'arch'], as_index=False).min()
-    by = df.pivot(index='arch', columns='run', values=what)[sorted(set(df.run), key=lambda r: ('plain' in r, len(r), r))]
+    runs = sorted(set(df.run), key=lambda r: ('plain' in r, len(r), r))
+    by = df.pivot(index='arch', columns='run', values=what)[runs]
     r = by.div(by[base], axis=0)
     times = [c for c in df if c not in ('run', 'arch')]
-    return pd.DataFrame({'ratio': r.median(), 'lower quartile': r.quantile(0.25), 'upper quartile': r.quantile(0.75)}).join(1000*df.groupby('run')[times].median())
+    res = {'ratio': r.median(), 'lower quartile': r.quantile(0.25), 'upper quartile': r.quantile(0.75)}
+    return pd.DataFrame(res).join(1000*df.groupby('run')[times].median())
 
 def items_step(space, bs, n, ks) -> pd.DataFrame:
     "A step for the items with each K, and of the same path as a plain network, against K=1"
@@ -104,20 +113,21 @@ def items_step(space, bs, n, ks) -> pd.DataFrame:
     for i,arch in enumerate(net.space.sample(n, seed=0)):
         model = net.subnet(arch).train()
         opt = sgd(model.parameters())
-        for turn in range(turns):                                           # the first one makes momentum and kernels, and does not count
+        for turn in range(turns):                       # the first one makes momentum and kernels, and does not count
             for name in rng.permutation([*steps, 'plain network']):
-                row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch)) if name in steps else dict(step=plain(model, opt))
+                if name in steps: row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch))
+                else: row = dict(step=plain(model, opt))
                 if turn: rows.append(dict(run=name, arch=i, **row))
     return ratios(rows, 'K=1')
 
 def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
-    "A step for the codes with 16 architectures against the mean of 16 steps for the items with these, on the same batch"
+    "A step for the codes with 16 architectures against the mean of 16 steps for the items with these, on one batch"
     items = Items(spaces[space](8))
     codes,rows = Codes(items.net),[]
     x,y = batch(items.net, bs)
     for i in range(n):
         archs = items.net.space.sample(n_paths, seed=0, start=i*n_paths)
-        for turn in range(max(2, turns-2)):                                    # the first one pays for kernels and momentum
+        for turn in range(max(2, turns-2)):             # the first one pays for kernels and momentum
             both = np.mean([items(a, x, y)['step'] for a in archs]),codes(archs, x, y)
             if turn: rows += [dict(run=name, arch=i, step=t) for name,t in zip(('items', 'codes'), both)]
     return ratios(rows, 'items')
@@ -127,10 +137,12 @@ def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
     nets,rows,rng = {f'K={k}': spaces[space](k).to(device).eval() for k in (1, 8)},[],np.random.default_rng(0)
     x,_ = batch(nets['K=1'], bs)
     for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
-        models = {'plain network': nets['K=1'].subnet(arch).train()} | nets     # train: batch statistics, as the supernets use them
+        models = {'plain network': nets['K=1'].subnet(arch).train()} | nets    # batch statistics, as in supernets
         for turn in range(turns):
             for name in rng.permutation(list(models)):
-                if name in nets: nets[name].switch(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))      # forgets what was merged
+                if name in nets:
+                    k = nets[name].k
+                    nets[name].switch(arch, torch.full((k,), 1/k, device=device))              # forgets what was merged
                 t = clock()
                 with torch.inference_mode():
                     for _ in range(n_batches): models[name](x)
@@ -138,10 +150,12 @@ def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
     return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
 
 class Naive:
-    "Steps that one would write first: K whole networks, all operations of all layers mixed each time, gradients for items and codes, an optimizer that goes over everything"
+    """Steps that one would write first: K whole networks, all operations of all layers mixed each time,
+    gradients for items and codes, an optimizer that goes over everything"""
     def __init__(self, net, k=8):
         self.net,self.k = net.to(device),k                                                   # lends its forward pass
-        self.whole = {n:p.detach().expand(k, *p.shape[1:]).clone().requires_grad_() for n,p in net.named_parameters()}
+        self.whole = {n:p.detach().expand(k, *p.shape[1:]).clone() for n,p in net.named_parameters()}
+        for p in self.whole.values(): p.requires_grad_()
         self.opt = sgd(self.whole.values())
     def __call__(self, arch, x, y) -> dict:
         self.net.switch(arch)
@@ -157,7 +171,8 @@ class Naive:
 def naive(space, bs, n, k=8) -> pd.DataFrame:
     "The naive way against that of this library, and K=1"
     net = spaces[space](1)
-    steps,rows,(x,y) = {'K=1': Items(net), 'kshot_nas': Items(spaces[space](k)), 'naive': Naive(net, k)},[],batch(net, bs)
+    steps = {'K=1': Items(net), 'kshot_nas': Items(spaces[space](k)), 'naive': Naive(net, k)}
+    rows,(x,y) = [],batch(net, bs)
     for i,arch in enumerate(net.space.sample(n, seed=2)):
         for turn in range(3):
             for name,step in steps.items():
@@ -169,18 +184,23 @@ def resident(which) -> float:
     "Megabytes of this process in memory: now ('VmRSS') or at most so far ('VmHWM')"
     with open('/proc/self/status') as f: return next(int(l.split()[1])/1e3 for l in f if l.startswith(which))
 
+def largest_arch(space) -> Arch:
+    "The widest operations at full width"
+    def widest(names): return names.index('k7_e6_se' if 'k7_e6_se' in names else 'nor_conv_3x3')
+    return Arch([widest(o) for o in space.ops], [len(r)-1 for r in space.widths])
+
 def held(space, k, bs, what) -> dict:
-    "Megabytes of a step: items, momentum, gradients, and what the forward pass keeps for the backward pass; what the process grew by at its peak"
+    "Megabytes of a step: items, momentum, gradients, what the backward pass needs, and the growth of the process"
     before = resident('VmRSS')
     with open('/proc/self/clear_refs', 'w') as f: f.write('5')                # the peak counts from here
     step = Naive(spaces[space](1), k) if what == 'naive' else Items(spaces[space](k))
     net,kept,sums = step.net,{},[]
     params = list(step.whole.values() if what == 'naive' else net.parameters())
-    own,archs,(x,y) = {p.untyped_storage().data_ptr() for p in params},net.space.sample(16, seed=0),batch(net, bs)
+    own = {p.untyped_storage().data_ptr() for p in params}
+    archs,(x,y) = net.space.sample(16, seed=0),batch(net, bs)
     def pack(t):
         if (s := t.untyped_storage()).data_ptr() not in own: kept[s.data_ptr()] = s.nbytes()
         return t
-    largest = Arch([o.index('k7_e6_se') if 'k7_e6_se' in o else o.index('nor_conv_3x3') for o in net.space.ops], [len(r)-1 for r in net.space.widths])
     def leave(m, args, out):
         sums.append(sum(kept.values()))
         kept.clear()
@@ -188,17 +208,19 @@ def held(space, k, bs, what) -> dict:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         if what == 'codes': Codes(net)(archs, x, y)
         else:
-            for a in [largest] if what == 'largest' else archs[:4]: step(a, x, y)
+            for a in [largest_arch(net.space)] if what == 'largest' else archs[:4]: step(a, x, y)
     def mb(ts): return sum(t.numel()*t.element_size() for t in ts)/1e6
-    return dict(items=mb(params), momentum=mb(params)*(what != 'codes'),                                # of all items, once all were trained
-                gradients=mb(p.grad for p in params if p.grad is not None), kept=max(sums)/1e6 if what == 'codes' else np.mean(sums)/1e6,
-                peak=resident('VmHWM')-before)
+    return dict(items=mb(params), momentum=mb(params)*(what != 'codes'),       # of all items, once all were trained
+                gradients=mb(p.grad for p in params if p.grad is not None),
+                kept=(max(sums) if what == 'codes' else np.mean(sums))/1e6, peak=resident('VmHWM')-before)
 
 def memory(space, bs, whats, ks=(1, 8)) -> pd.DataFrame:
     "`held`, each in a process of its own, and ratios to K=1"
     rows = {f'K={k}': (k, 'items') for k in ks} | {f'K={ks[-1]}, {what}': (ks[-1], what) for what in whats}
-    def child(k, what): return json.loads(subprocess.run([sys.executable, __file__, '--held', space, str(k), str(bs), what], stdout=subprocess.PIPE, text=True, check=True,
-                                                            env={n:v for n,v in os.environ.items() if n not in keep}).stdout)
+    env = {n:v for n,v in os.environ.items() if n not in keep}
+    def child(k, what):
+        cmd = [sys.executable, __file__, '--held', space, str(k), str(bs), what]
+        return json.loads(subprocess.run(cmd, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout)
     df = pd.DataFrame({name: child(*r) for name,r in rows.items()}).T
     df['sum'] = df[['items', 'momentum', 'gradients', 'kept']].sum(axis=1)
     return df.assign(ratio=df['sum']/df['sum'].iloc[0], **{'ratio of peaks': df.peak/df.peak.iloc[0]})
@@ -209,22 +231,58 @@ def growth(n=5) -> pd.DataFrame:
         net = tiny_supernet(k, n_in=3, **{'size': 32, 'nf': 32, **kw})
         x,y = batch(net, bs)
         step = Codes(net) if n_paths else Items(net)
-        times = [(step(net.space.sample(n_paths, seed=i), x, y) if n_paths else step(net.space.sample(1, seed=i)[0], x, y)['step']) for i in range(4*n)]
-        return np.mean(times[n:])
-    what = {'k': (1, 2, 4, 8, 16, 32), 'n_layers': (3, 6, 12, 24), 'nf': (16, 32, 64, 128), 'size': (16, 32, 64, 128), 'n_paths': (1, 2, 4, 8, 16, 32)}
+        def spent(i):
+            archs = net.space.sample(n_paths or 1, seed=i)
+            return step(archs, x, y) if n_paths else step(archs[0], x, y)['step']
+        return np.mean([spent(i) for i in range(4*n)][n:])
+    what = {'k': (1, 2, 4, 8, 16, 32), 'n_layers': (3, 6, 12, 24), 'nf': (16, 32, 64, 128), 'size': (16, 32, 64, 128),
+            'n_paths': (1, 2, 4, 8, 16, 32)}
     return pd.DataFrame([dict(what=w, value=v, seconds=run(**{w: v})) for w,vs in what.items() for v in vs])
 
 def machinery() -> pd.DataFrame:
     "Seconds for what a search does very often"
     space,table = (net := mobilenet_supernet(1)).space,CostTable(net)
     index,archs = space.sample(10**6, seed=0, as_index=True),space.sample(10**5, seed=0)
-    jobs = {'FLOPs of 1,000,000 (an index)': lambda: table.flops(index), 'sample 1,000,000 (an index)': lambda: space.sample(10**6, seed=0, as_index=True),
-            'FLOPs of 100,000': lambda: table.flops(archs), 'sample 100,000': lambda: space.sample(10**5, seed=0), 'encode 100,000': lambda: space.encode(archs)}
+    jobs = {'FLOPs of 1,000,000 (an index)': lambda: table.flops(index),
+            'sample 1,000,000 (an index)': lambda: space.sample(10**6, seed=0, as_index=True),
+            'FLOPs of 100,000': lambda: table.flops(archs),
+            'sample 100,000': lambda: space.sample(10**5, seed=0),
+            'encode 100,000': lambda: space.encode(archs)}
     def seconds(f):
         t = time.perf_counter()
         f()
         return time.perf_counter()-t
     return pd.DataFrame({'seconds': {n: np.median([seconds(f) for _ in range(3)]) for n,f in jobs.items()}})
+
+def tables(full:bool) -> dict:
+    "What makes each table, by its title"
+    n,ks = (6, (1, 2, 4, 8, 12)) if full else (2, (1, 8))
+    sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
+    jobs = {}
+    for s,bs in sizes:
+        n_archs = n if full or s == 'MobileNet 224' else 1
+        jobs[f'step for the items, {s}, batch {bs}'] = partial(items_step, s, bs, n_archs, ks)
+    if full:
+        jobs['step for the items, MobileNet 224, batch 64'] = partial(items_step, 'MobileNet 224', 64, 3, (1, 8))
+        jobs['step for the codes, MobileNet 224, batch 64'] = partial(codes_step, 'MobileNet 224', 64, 1)
+    for s,bs in sizes if full else sizes[:1]:
+        jobs[f'step for the codes, {s}, batch {bs}'] = partial(codes_step, s, bs, n//3 or 1)
+        jobs[f'evaluation, {s}, batch {bs}'] = partial(evaluation, s, bs, n if full else 1)
+    for s,bs in [('MobileNet 32', 16)] + [('NAS-Bench-201', 16)]*full:
+        jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
+    for s,bs in [('MobileNet 224', 4)] + [('NAS-Bench-201', 128), ('MobileNet 224', 16)]*full:
+        jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs, ('codes', 'naive') + ('largest',)*full)
+    return jobs | {'machinery': machinery} | ({'growth': growth} if full else {})
+
+def save(title, df, out):
+    "Write a table to the file `out`; those measured before are kept"
+    before = {}
+    if os.path.exists(out):
+        with open(out) as f: before = json.load(f)['tables']
+    after = before | {title: json.loads(df.to_json(orient='split'))}
+    res = dict(device=device, torch=torch.__version__, tables=after)
+    with open(f'{out}.tmp', 'w') as f: json.dump(res, f, indent=1)
+    os.replace(f'{out}.tmp', out)
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -237,25 +295,14 @@ def main():
     torch.set_num_threads(1)
     if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
     global turns
-    n,ks,turns = (6, (1, 2, 4, 8, 12), 5) if args.full else (2, (1, 8), 3)
-    sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
-    jobs = {f'step for the items, {s}, batch {bs}': partial(items_step, s, bs, n if args.full or s == 'MobileNet 224' else 1, ks) for s,bs in sizes}
-    if args.full: jobs |= {'step for the items, MobileNet 224, batch 64': partial(items_step, 'MobileNet 224', 64, 3, (1, 8)),
-                           'step for the codes, MobileNet 224, batch 64': partial(codes_step, 'MobileNet 224', 64, 1)}
-    for s,bs in sizes if args.full else sizes[:1]: jobs |= {f'step for the codes, {s}, batch {bs}': partial(codes_step, s, bs, n//3 or 1), f'evaluation, {s}, batch {bs}': partial(evaluation, s, bs, n if args.full else 1)}
-    for s,bs in [('MobileNet 32', 16)] + [('NAS-Bench-201', 16)]*args.full: jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
-    for s,bs in [('MobileNet 224', 4)] + [('NAS-Bench-201', 128), ('MobileNet 224', 16)]*args.full: jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs, ('codes', 'naive', 'largest') if args.full else ('codes', 'naive'))
-    jobs |= {'machinery': machinery} | ({'growth': growth} if args.full else {})
+    turns,jobs = 5 if args.full else 3,tables(args.full)
     if args.table:
         df = jobs[args.table]()
         print(f'\n{args.table}\n{df.round(3).to_string()}', flush=True)
-        tables = {}
-        if os.path.exists(args.out):                                                             # tables measured before are kept
-            with open(args.out) as f: tables = json.load(f)['tables']
-        with open(f'{args.out}.tmp', 'w') as f: json.dump(dict(device=device, torch=torch.__version__, tables=tables | {args.table: json.loads(df.to_json(orient='split'))}), f, indent=1)
-        return os.replace(f'{args.out}.tmp', args.out)
+        return save(args.table, df, args.out)
     os.makedirs(os.path.dirname(args.out) or '.', exist_ok=True)
-    for title in jobs:                                                                           # a process for each, so that none inherits the memory of another
-        if args.only in title: subprocess.run([sys.executable, *sys.argv, '--table', title], env={**os.environ, **keep}, check=True)      # malloc reads these at the start
+    for title in jobs:                                  # a process for each: none inherits the memory of another
+        if args.only in title:                          # malloc reads its settings at the start
+            subprocess.run([sys.executable, *sys.argv, '--table', title], env={**os.environ, **keep}, check=True)
 
 if __name__ == '__main__': main()

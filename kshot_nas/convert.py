@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['misfits', 'kshotify', 'merge', 'batch_norms', 'track_stats', 'recalibrate']
 
-# %% ../nbs/13_convert.ipynb #404c30f9
+# %% ../nbs/13_convert.ipynb #f574b529
 import copy
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ from torch.optim.swa_utils import update_bn
 from .check import instance
 from .layers import KBatchNorm1d, KBatchNorm2d, KConv1d, KConv2d, KLayer, KLayerNorm, KLinear, Mixer
 
-# %% ../nbs/13_convert.ipynb #18785e69
+# %% ../nbs/13_convert.ipynb #e6228c27
 _kinds = {c.plain_type:c for c in (KConv1d, KConv2d, KLinear, KBatchNorm1d, KBatchNorm2d, KLayerNorm)}
 
 def _named(module, skip, name=''):
@@ -44,7 +44,7 @@ def misfits(
             res.append(f"{name or 'the module itself'}: {type(m).__name__} ({why})")
     return res
 
-# %% ../nbs/13_convert.ipynb #89eced23
+# %% ../nbs/13_convert.ipynb #057f4b0e
 def kshotify(
     module:nn.Module,      # any network
     k:int,                 # number of items
@@ -73,7 +73,7 @@ def kshotify(
 
 def _forget_stats(m): m.track_running_stats,m.running_mean,m.running_var,m.num_batches_tracked = False,None,None,None
 
-# %% ../nbs/13_convert.ipynb #2f300a3e
+# %% ../nbs/13_convert.ipynb #f1da49eb
 @torch.no_grad()
 def merge(
     module:nn.Module,  # a network with K-shot layers
@@ -110,7 +110,7 @@ def _channels_in(module, layers, x):
         for m,t in training.items(): m.training = t
     return seen
 
-# %% ../nbs/13_convert.ipynb #b8dc4c6f
+# %% ../nbs/13_convert.ipynb #a2131ec3
 def batch_norms(net:nn.Module) -> list:
     "The batch norms of `net`, plain and K-shot"
     return [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

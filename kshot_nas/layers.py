@@ -93,7 +93,7 @@ class KLayer:
             w = PacedMerge.apply(lam, items) if mixer.pace else lam @ items
         return w.view(theta.shape[1:])                              # eq. approxmation_weights
 
-# %% ../nbs/12_layers.ipynb #d5fca2d3
+# %% ../nbs/12_layers.ipynb #8d55f76f
 def _no_autocast(device_type):
     "A context without autocast, which costs nothing where there is none"
     on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
@@ -284,7 +284,7 @@ class KLayerNorm(KLayer, nn.LayerNorm):
         affine,bias = self.theta is not None,self.theta_bias is not None
         return dict(normalized_shape=sizes, eps=self.eps, elementwise_affine=affine, bias=bias)
 
-# %% ../nbs/12_layers.ipynb #b7dbe601
+# %% ../nbs/12_layers.ipynb #95f742a9
 class PacedMerge(torch.autograd.Function):
     "The merged weight, from a code (k,) and items (k, n); the merged weight moves as fast as a single one would"
     @staticmethod

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from kshot_nas import nb201
-from kshot_nas.nb201 import canonical, has_signal, nb201_arch, nb201_cost, nb201_index, nb201_space, nb201_str, nb201_supernet, read_nb201
+from kshot_nas.nb201 import load_pickle, nb201_arch, nb201_cost, nb201_index, nb201_space, nb201_str, nb201_supernet, read_nb201
+from kshot_nas.study.twins import canonical, has_signal
 from kshot_nas.study.bench import DigitsBench, bench_archs, train_alone
 
 # The digits bench -------------------------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def test_official_files():
     assert list(df.index) == [nb201_arch(i) for i in (0, 11, 284)] and df.notna().all().all()
     np.testing.assert_allclose(df.flops_M*1e6, nb201_cost(list(df.index))[0])
     np.testing.assert_allclose(df.params_M*1e6, nb201_cost(list(df.index))[1])
-    meta = nb201._load_pickle(nats/'NATS-tss-v1_0-3ffb9-simple/meta.pickle.pbz2')
+    meta = load_pickle(nats/'NATS-tss-v1_0-3ffb9-simple/meta.pickle.pbz2')
     assert meta['meta_archs'] == [nb201_str(nb201_arch(i)) for i in range(nb201_space.size)]
 
 @needs_nats

@@ -557,7 +557,7 @@ def test_half_precision(dtype, joint):
 def test_batches_without_variance(): works(short(learner(widths=True), cbs=Same()))
 
 def test_one_image_per_path():
-    "More paths than images: the first ones get one each"
+    "More paths than images: fewer paths of two images each"
     works(short(learner(data(bs=4), n_paths=16, widths=True)))
 
 def test_classes_missing_in_a_batch():
@@ -575,7 +575,7 @@ def test_norm_of_a_single_value():
     assert net(X[:2]).isfinite().all()
     for mode in net.train, net.eval:
         with pytest.raises(ValueError, match='a single value per channel.*at least 2 images'): mode()(X[:1])
-    with pytest.raises(ValueError, match='n_paths'): short(learner(data(bs=4), pooled(), n_paths=4))
+    works(short(learner(data(bs=4), pooled(), n_paths=4)))                               # two paths of two images
 
 def test_evaluation_in_batches_of_one():
     arch = Arch((0,1,2,3,0))
@@ -681,9 +681,6 @@ def test_weights_that_are_not_numbers():
 @pytest.mark.parametrize('shift', [5, -1])
 def test_classes_out_of_range(shift):
     with pytest.raises(ValueError, match='but the network has 10 outputs, for classes 0 to 9'): short(learner(data(y=Y+shift)))
-    y = Y.clone()
-    y[50] = 12                                                        # only one, only in validation
-    with pytest.raises(ValueError, match='an image of class 12'): short(learner(data(y=y)))
 
 def test_clipped_gradients():
     "The gradient of K items is longer than that of one, so that a clip of 1 would throttle; the advice says 10"
