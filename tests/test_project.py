@@ -222,7 +222,7 @@ def test_wheel_works_elsewhere(tmp_path):
     assert res.returncode == 0, res.stderr
     wheel, = out.glob('*.whl')
     with zipfile.ZipFile(wheel) as z: held,size = set(z.namelist()),sum(i.file_size for i in z.infolist())
-    needed = {place(p) for p in (root/'kshot_nas').rglob('*.*') if p.suffix in ('.py', '.npz')}
+    needed = {place(p) for p in (root/'kshot_nas').rglob('*.*') if p.suffix in ('.py', '.npz', '.css')}
     about = {f"kshot_nas-{cfg['version']}.dist-info/{n}" for n in ('METADATA', 'WHEEL', 'RECORD', 'entry_points.txt', 'top_level.txt', 'licenses/LICENSE')}
     assert held == needed | about and size < 10**6, (held ^ (needed | about), size)
     res = run(*pip, 'install', '--no-deps', '--target', lib, wheel, cwd=tmp_path)

@@ -19,6 +19,7 @@ from fastai.losses import CrossEntropyLossFlat
 
 import kshot_nas
 from kshot_nas.app import cli
+from kshot_nas.app.folder import RunFolder
 from kshot_nas.app.report import Results
 from kshot_nas.archive import Archive, read_archive
 from kshot_nas.checkpoint import file_digest, read_checkpoint
@@ -311,7 +312,7 @@ def test_model_file(tmp, o, change, data):
 def test_config(tmp, text):
     (tmp/'run').mkdir(exist_ok=True)
     (tmp/'run/config.json').write_text(text, encoding='utf-8', errors='replace')
-    refused_or(lambda there: None, cli.check_folder, tmp/'run', dict(k=3), says=['config.json', 'belongs to another run'])
+    refused_or(lambda there: None, RunFolder(tmp/'run').check, dict(k=3), says=['config.json', 'belongs to another run'])
 
 # Commands -----------------------------------------------------------------------------------------------------------------------
 

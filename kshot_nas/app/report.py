@@ -139,9 +139,8 @@ def _summary(r:Results) -> FT:
     return Section(Div(*[Div(B(value), Span(text)) for value,text in tiles], cls='tiles'), P(r.verdict(), cls='lead'))
 
 def _architecture(r:Results) -> FT:
-    best = r.result.best
-    return Section(H2('The architecture that was found'), arch_tiles(r.space, best),
-                   P('By its indices: ', Code(str(best))))
+    tiles = arch_tiles(r.space, r.result.best)
+    return Section(H2('The architecture that was found'), tiles, P('By its indices: ', Code(str(r.result.best))))
 
 def _search(r:Results) -> FT:
     res,some,columns = r.result,r.ranked.accuracy,['arch', 'accuracy', 'flops', 'params', 'generation']
@@ -166,8 +165,8 @@ def _retraining(r:Results) -> FT:
     if r.judged_on[1] == 'test': text += "Nothing was decided by the test images."
     else: text += ("The validation images also guided the search, by borrowed weights, so the accuracy of the winner "
                    "flatters a little; images kept apart would not.")
-    caption = 'The winner, and random architectures of equal cost'
-    return Section(H2('Trained alone'), P(text), Div(svg_figure(r.plot_retrained, caption, (5.4, 2.2)), cls='figures'),
+    figure = svg_figure(r.plot_retrained, 'The winner, and random architectures of equal cost', (5.4, 2.2))
+    return Section(H2('Trained alone'), P(text), Div(figure, cls='figures'),
                    show_table(r.trials[columns].rename(columns=names), 'Each training'))
 
 def _belief(r:Results) -> FT:
@@ -194,8 +193,7 @@ def _belief(r:Results) -> FT:
 def _training(r:Results) -> FT:
     rec = r.recorder
     k,steps = rec.codes.shape[-1],pd.DataFrame(rec.steps, columns=['epoch', 'phase', 'loss', 'r_c'])
-    epochs = steps.pivot_table(index='epoch', columns='phase', values='loss')
-    epochs = epochs.add_prefix('mean loss of steps for the ').reset_index()
+    epochs = steps.pivot_table('loss', 'epoch', 'phase').add_prefix('mean loss of steps for the ').reset_index()
     figures = [svg_figure(rec.plot_phases, 'Training loss by phase')]
     text = 'With k=1 all architectures share the same weights.'
     if k > 1:
