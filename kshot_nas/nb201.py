@@ -219,17 +219,20 @@ def read_nb201(
     if not files and path.suffix != '.csv':
         raise ValueError(f"cannot read {path.name}; give a .csv file with arch_str and accuracies, or the unpacked "
                          "directory of the topology search space of NATS-Bench (NATS-tss-v1_0-3ffb9-simple)")
-    df = pd.DataFrame([_read_file(f) for f in files]) if files else pd.read_csv(path)
+    return _by_arch(pd.DataFrame([_read_file(f) for f in files]) if files else pd.read_csv(path), path.name)
+
+def _by_arch(df, name):
+    "The table `df` of the file `name` with an `Arch` for each row, checked"
     accs = [c for c in df if re.search('_(valid|test)$', c)]
     if not accs or not {'arch_str', 'arch'} & set(df):
-        got = f"{path.name} has the columns {', '.join(df)}"
+        got = f"{name} has the columns {', '.join(df)}"
         raise ValueError(f"{got}; it needs arch_str, and accuracies named such as cifar10_valid, cifar10_test")
     if 'arch_str' in df: archs = [nb201_arch(str(s)) for s in df.arch_str]
     else: archs = [nb201_space.check(Arch.parse(str(s))) for s in df.arch]
     costs = [c for c in ('flops_M', 'params_M') if c in df]
     df = df.set_index(pd.Index(archs, name='arch', dtype=object))[accs + costs]
-    if df.index.has_duplicates: raise ValueError(f"{path.name} has {df.index[df.index.duplicated()][0]} twice")
+    if df.index.has_duplicates: raise ValueError(f"{name} has {df.index[df.index.duplicated()][0]} twice")
     df = df.apply(pd.to_numeric, errors='coerce').astype(float)
     bad = ~df[accs].apply(lambda col: col.between(0, 100)).all(axis=1)     # nan is not between
-    if bad.any(): raise ValueError(f"{path.name}: the accuracies of {df.index[bad][0]} must be numbers from 0 to 100")
+    if bad.any(): raise ValueError(f"{name}: the accuracies of {df.index[bad][0]} must be numbers from 0 to 100")
     return df
