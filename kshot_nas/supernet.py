@@ -49,10 +49,14 @@ class Supernet(nn.Module):
     def space(self): return self.choices.space
     @property
     def cuts(self): return self.choices.cuts
-    def forward(self, x): return self.net(x)
+    def forward(self, x):
+        s = self.in_shape
+        if s is not None and (x.ndim != len(s)+1 or x.shape[1] != s[0]):       # layers would cut themselves to fit
+            raise ValueError(f"this supernet takes batches of inputs of shape {s}; got {tuple(x.shape)}")
+        return self.net(x)
     def skeleton(self): return skeleton(self)
 
-# %% ../nbs/19_supernet.ipynb #b7ff2a38
+# %% ../nbs/19_supernet.ipynb #7c6a9911
 def check_shape(shape:tuple) -> tuple:
     "`shape` as a tuple, if it is the shape of one input"
     if isinstance(shape, (tuple, list)) and shape and all(type(n) is int and n > 0 for n in shape): return tuple(shape)

@@ -629,7 +629,7 @@ def test_channels(channels=5):
 def test_another_number_of_channels_or_size():
     with pytest.raises(ValueError, match=r'made for inputs of shape \(3, 8, 8\).*those of the data have \(1, 8, 8\)'): learner(data(), tiny_supernet(k=2, n_in=3))
     with pytest.raises(ValueError, match=r'made for inputs of shape \(1, 16, 16\)'): learner(data(), tiny_supernet(k=2, size=16))
-    with pytest.raises(ValueError, match=r'float inputs of shape \(3, 8, 8\); got'): tiny_supernet(k=2, n_in=3)(X[:2])
+    with pytest.raises(ValueError, match=r'inputs of shape \(3, 8, 8\); got'): tiny_supernet(k=2, n_in=3)(X[:2])
     with pytest.raises(TypeError, match='torch.float64'): learner(data(X.double()))
     learn = learner()
     learn.dls = data(F.interpolate(X, size=16))                                           # larger images later on are fine, if one means it
