@@ -124,13 +124,13 @@ class ChannelLabels:
     ):
         self.bones,self.seen = skeleton(module),{}
         self.choices,gen = Choices(self.bones),torch.Generator().manual_seed(0)
-        self.x = torch.rand(1, *in_shape, generator=gen) + 0.5
+        self.x = torch.rand(1, *in_shape, generator=gen, device='cpu') + 0.5
         for m in self.bones.modules():
             if isinstance(m, KLayer): self._watch(m, gen)
 
     def _watch(self, m, gen):
         n_out = getattr(m, 'out_channels', getattr(m, 'out_features', 1))
-        own,shape_of,self.seen[m] = torch.rand(n_out, generator=gen) + 0.5,m.forward,[]
+        own,shape_of,self.seen[m] = torch.rand(n_out, generator=gen, device='cpu') + 0.5,m.forward,[]
         def forward(x):
             given = x.movedim(m.channel_dim, 0).flatten(1)[:,0]
             self.seen[m].append(given)
