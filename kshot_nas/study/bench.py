@@ -56,7 +56,7 @@ class DigitsBench(Bench):
         archs = self.net.space.sample(250, seed=0) if self.widths else self.net.space
         return sorted({self.distinct(a) for a in archs}, key=str)
 
-# %% ../../nbs/study/41_bench.ipynb #25b6f38c
+# %% ../../nbs/study/41_bench.ipynb #840d93af
 signals_ops = 'none','skip','conv1','conv3','pool'
 
 class SignalsCell(Cell):
@@ -84,7 +84,7 @@ def signals_supernet(
     layers += [nn.BatchNorm1d(nf), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(nf, n_out)]
     return Supernet(nn.Sequential(*layers), k, in_shape=(n_in, length), **kwargs)
 
-# %% ../../nbs/study/41_bench.ipynb #032e36d3
+# %% ../../nbs/study/41_bench.ipynb #6aa50ed2
 class SignalsBench(Bench):
     "The cell of NAS-Bench-201 on signals of 40 numbers"
     name,n_seeds,bs,repeat = 'signals',4,100,10
@@ -100,7 +100,8 @@ class SignalsBench(Bench):
         args = get_dataset_args()
         args.num_samples,args.train_split = sum(self.sizes.values()),1.     # the package's split is not needed
         with no_random(): made = make_dataset(args)
-        x,y,sizes = torch.tensor(made['x'], dtype=torch.float32)[:,None],torch.tensor(made['y']),list(self.sizes.values())
+        x,y = torch.tensor(made['x'], dtype=torch.float32)[:,None],torch.tensor(made['y'])
+        sizes = list(self.sizes.values())
         return dict(zip(self.sizes, zip(x.split(sizes), y.split(sizes))))
 
     def distinct(self, arch:Arch) -> Arch: return canonical(arch)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['yardsticks', 'score', 'kshot_bench']
 
-# %% ../../nbs/study/44_command.ipynb #a905b978
+# %% ../../nbs/study/44_command.ipynb #7047af71
 import argparse, os, sys
 
 import numpy as np, pandas as pd
@@ -15,7 +15,7 @@ from .bench import DigitsBench, SignalsBench
 from .proxies import proxy_scores
 from .truth import Bench, build
 
-# %% ../../nbs/study/44_command.ipynb #ca630b0f
+# %% ../../nbs/study/44_command.ipynb #8a4db4f0
 def yardsticks(bench:Bench, archs:list) -> pd.Series:
     "Tau of what needs no trained supernet: costs, zero-cost proxies, one real training, a perfect predictor"
     scores = proxy_scores(bench, archs, n_seeds=1)
@@ -34,20 +34,23 @@ def score(args, bench:Bench):
     for what,words in dict(tau='accuracy', tau_loss='loss').items():
         print('', f'ranked by {words}:', summary(df, what=what).round(3).to_string(), sep='\n')
 
-# %% ../../nbs/study/44_command.ipynb #9693e8c9
+# %% ../../nbs/study/44_command.ipynb #0ce596f4
 def _parser():
-    p = argparse.ArgumentParser(prog='kshot_bench', description='Score how well supernets rank the architectures of a bench, or train them all anew.')
+    about = 'Score how well supernets rank the architectures of a bench, or train them all anew.'
+    p = argparse.ArgumentParser(prog='kshot_bench', description=about)
     sub = p.add_subparsers(dest='job', required=True, metavar='build|score')
-    b = sub.add_parser('build', help='train every architecture of the bench from scratch; may be stopped and started again')
+    b = sub.add_parser('build', help='train every architecture of a bench from scratch; may be stopped and continued')
     b.add_argument('--seeds', type=int, help="trainings of each architecture (default: the bench's own number)")
     s = sub.add_parser('score', help='train supernets and compare their rankings with the truth')
     s.add_argument('--k', type=int, default=8, help='items of every weight (default: %(default)s)')
-    s.add_argument('--code', default='simplex', choices=('simplex', 'fixed', 'random'), help='how items are mixed (default: %(default)s)')
+    s.add_argument('--code', default='simplex', choices=('simplex', 'fixed', 'random'),
+                   help='how items are mixed (default: %(default)s)')
     s.add_argument('--epochs', type=int, help="epochs of a supernet's training (default: the bench's own number)")
     s.add_argument('--seeds', type=int, default=4, help='supernets of each kind (default: %(default)s)')
     s.add_argument('--archs', type=int, default=200, help='rank only so many architectures (default: %(default)s)')
     for o,out in (b,'bench'),(s,'ablations'):
-        o.add_argument('--bench', default='digits', choices=('digits', 'signals'), help='which bench (default: %(default)s)')
+        o.add_argument('--bench', default='digits', choices=('digits', 'signals'),
+                       help='which bench (default: %(default)s)')
         o.add_argument('--widths', action='store_true', help='the digits bench with widths')
         o.add_argument('--workers', type=int, default=os.cpu_count(), help='processes (default: %(default)s)')
         o.add_argument('--out', default=out, help='folder for results, and where to go on from (default: %(default)s)')
