@@ -10,12 +10,12 @@ import pandas as pd
 import torch
 
 from kshot_nas.study.baselines import train_run
-from kshot_nas.study.bench import DigitsBench, distinct
+from kshot_nas.study.bench import DigitsBench
 from kshot_nas.cost import CostTable
 from kshot_nas.problem import ArchProblem
 from kshot_nas.search import search
 
-def look_up(pred, arch): return pred[distinct(arch)]
+def look_up(pred, bench, arch): return pred[bench.distinct(arch)]
 
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
@@ -28,16 +28,16 @@ if __name__ == '__main__':
     net = bench.supernet(k=1)
     table, every = CostTable(net), list(net.space)
     budget = int(table.flops(every).double().median())
-    true = sorted((bench.true(a) for a in {distinct(a) for a, f in zip(every, table.flops(every)) if f <= budget}), reverse=True)
+    true = sorted((bench.true(a) for a in {bench.distinct(a) for a, f in zip(every, table.flops(every)) if f <= budget}), reverse=True)
     for seed in range(200, 200+args.supernets):
         run = dict(k=1)
         pred = dict(zip(bench.archs, train_run(bench, run, seed, bench.archs)['pred']))
-        problem = ArchProblem(net.space, partial(look_up, pred), table)
+        problem = ArchProblem(net.space, partial(look_up, pred, bench), table)
         for gens in (2, 5, 10):
             for how in ('nsga2', 'random'):
                 for s in range(args.searches):
                     best = search(problem, max_flops=budget, how=how, pop=20, parents=8, gens=gens, seed=s, progress=False).best
-                    rows.append(dict(supernet=seed, how=how, evaluations=20*gens, search=s, borrowed=pred[distinct(best)], true=bench.true(best),
+                    rows.append(dict(supernet=seed, how=how, evaluations=20*gens, search=s, borrowed=pred[bench.distinct(best)], true=bench.true(best),
                                      regret=true[0]-bench.true(best), rank=1+sum(t > bench.true(best) for t in true)))
     df = pd.DataFrame(rows)
     df.round(5).to_csv(args.out, index=False)
