@@ -75,6 +75,7 @@ class Choices:
         self.space = SearchSpace([cs[0].names for cs in self.ops], [w.ratios for w in self.cuts])
 
     def __iter__(self): return iter(self.ops)       # the op choices of one layer after another
+    def __len__(self): return len(self.ops)
 
     def switch(self, arch:Arch):
         "Put `arch` in place, without a check"

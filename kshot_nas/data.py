@@ -58,7 +58,8 @@ def fixed_batches(
         "empty. Does the learner come from a file? Give it data: `learn.dls = dls`")
     bs = batch_size(len(dl.dataset), dl.bs)
     order = partial(_mixed, most=None if n is None else n*bs)
-    dl = dl.new(shuffle=True, shuffle_fn=order, drop_last=False, bs=bs, num_workers=dl.num_workers if n is None else 0)
+    workers = dl.fake_l.num_workers if n is None else 0
+    dl = dl.new(shuffle=True, shuffle_fn=order, drop_last=False, bs=bs, num_workers=workers)
     return _kept(dl, device, limit)
 
 def _kept(dl, device, limit):
