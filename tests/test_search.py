@@ -202,7 +202,7 @@ def test_workers_agree(learn, tmp_path):
 
 def test_learner_knows_the_best(learn):
     result = learn.search(**few)
-    assert learn.best == result.best and result.history.loss.min() == learn.eval_arch(learn.best)['loss']
+    assert learn.best_arch == result.best and result.history.loss.min() == learn.eval_arch(learn.best_arch)['loss']
 
 def test_unknown_metric_is_refused_before_anything_is_evaluated(learn, monkeypatch):
     def untouched(*args, **kwargs): raise AssertionError('evaluated!')
