@@ -56,7 +56,7 @@ def _activations(net:Supernet, arch:Arch, shape) -> int:
     for h in hooks: h.remove()
     return sum(counts)//2
 
-def free_memory(device) -> float:
+def free_memory(device:str|torch.device) -> float:
     "Bytes of memory that are free on a device, infinity if that can't be told"
     if torch.device(device).type == 'cuda': return torch.cuda.mem_get_info(device)[0]
     try: rows = dict(row.split(':') for row in Path('/proc/meminfo').read_text().splitlines())

@@ -83,7 +83,7 @@ class Task:
                     classes=self.classes, shape=list(self.shape))
 
 # %% ../../nbs/app/51_task.ipynb #8c25d1b4
-def digits_task(s:dict, device) -> Task:
+def digits_task(s:dict, device:str|torch.device) -> Task:
     "The digits that come with this library, as the settings want them"
     if s['size'] != 8: raise ValueError(f"the digits that come with this library are 8 pixels wide, not {s['size']}: "
                                         "leave --size out, or give a folder of images as --data")
@@ -148,7 +148,7 @@ def check_images(files:list):
     raise ValueError(f"{len(bad)} of {len(files):,} images can't be read: remove or replace {them}. {first} {bad[0]}")
 
 # %% ../../nbs/app/51_task.ipynb #437debbc
-def folder_task(s:dict, device, workers:int, check:bool) -> Task:
+def folder_task(s:dict, device:str|torch.device, workers:int, check:bool) -> Task:
     "The images of a folder, as the settings want them"
     path = Path(s['data'])
     parts = split_files(path, s['valid_pct'], s['seed'])
