@@ -56,7 +56,7 @@ class DigitsBench(Bench):
         archs = self.net.space.sample(250, seed=0) if self.widths else self.net.space
         return sorted({self.distinct(a) for a in archs}, key=str)
 
-# %% ../../nbs/study/41_bench.ipynb #840d93af
+# %% ../../nbs/study/41_bench.ipynb #a1049291
 signals_ops = 'none','skip','conv1','conv3','pool'
 
 class SignalsCell(Cell):
@@ -84,13 +84,13 @@ def signals_supernet(
     layers += [nn.BatchNorm1d(nf), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(nf, n_out)]
     return Supernet(nn.Sequential(*layers), k, in_shape=(n_in, length), **kwargs)
 
-# %% ../../nbs/study/41_bench.ipynb #6aa50ed2
+# %% ../../nbs/study/41_bench.ipynb #7d534929
 class SignalsBench(Bench):
     "The cell of NAS-Bench-201 on signals of 40 numbers"
     name,n_seeds,bs,repeat = 'signals',4,100,10
     sizes = dict(train=4000, valid=4000, test=10_000)
     recipe = dict(n_epoch=10, bs=100, lr=0.03, wd=1e-4)
-    settings = dict(n_epoch=8, lr=0.05, k=8, n_paths=6, warmup=2, ratio=(5,1), noise=0.1, n_in=1)
+    settings = dict(n_epoch=8, lr=0.1, k=8, n_paths=6, warmup=2, ratio=(5,1), noise=0.1, n_in=1)
     supernet = staticmethod(signals_supernet)
 
     def make_data(self) -> dict:
