@@ -105,7 +105,7 @@ def _row(bench, archs, name, seed, result) -> dict:
 # %% ../../nbs/study/44_baselines.ipynb #13101a5b
 def _file(folder, bench, name, run, seed, archs) -> Path:
     "Where the result of a run is kept"
-    what = [bench.settings | run, seed, repr(bench), [str(a) for a in archs]]
+    what = [bench.settings | run, seed, bench.name, [str(a) for a in archs]]
     what = json.dumps(what, sort_keys=True, default=repr)
     end = f'{seed}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json'
     new = Path(folder)/f"{re.sub('[^A-Za-z0-9.=-]+', '_', name)}-{end}"
