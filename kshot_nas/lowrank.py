@@ -37,7 +37,8 @@ def _check_weights(W, k=1):
     if W.ndim != 2 or 0 in W.shape:
         raise ValueError(f"W must be a non-empty (d, N) matrix, one column per path; got shape {tuple(W.shape)}")
     if not W.isfinite().all(): raise ValueError("W has entries that are NaN or infinite; leave out paths that diverged")
-    if not 1 <= k <= W.shape[1]: raise ValueError(f"k must be an int from 1 to {W.shape[1]}, the number of paths; got {k!r}")
+    if not 1 <= k <= W.shape[1]:
+        raise ValueError(f"k must be an int from 1 to {W.shape[1]}, the number of paths; got {k!r}")
     return W
 
 # %% ../nbs/10_lowrank.ipynb #c3577c3a

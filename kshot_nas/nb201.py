@@ -219,7 +219,10 @@ def read_nb201(
     if not files and path.suffix != '.csv':
         raise ValueError(f"cannot read {path.name}; give a .csv file with arch_str and accuracies, or the unpacked "
                          "directory of the topology search space of NATS-Bench (NATS-tss-v1_0-3ffb9-simple)")
-    return _by_arch(pd.DataFrame([_read_file(f) for f in files]) if files else pd.read_csv(path), path.name)
+    try: df = pd.DataFrame([_read_file(f) for f in files]) if files else pd.read_csv(path)
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeError) as e:
+        raise ValueError(f"cannot read {path.name}: {e}") from None
+    return _by_arch(df, path.name)
 
 def _by_arch(df, name):
     "The table `df` of the file `name` with an `Arch` for each row, checked"
