@@ -90,7 +90,8 @@ class KLayer:
         if lam.ndim == 2: lam = lam[self.row]
         lam,items = lam.to(theta.dtype),theta.flatten(1)
         with _no_autocast(theta.device.type):                       # merge in full precision
-            w = PacedMerge.apply(lam, items) if mixer.pace else lam @ items
+            paced = mixer.pace and items.requires_grad and torch.is_grad_enabled()
+            w = PacedMerge.apply(lam, items) if paced else lam @ items
         return w.view(theta.shape[1:])                              # eq. approxmation_weights
 
 # %% ../nbs/12_layers.ipynb #68efda6b
@@ -288,15 +289,13 @@ class KLayerNorm(KLayer, nn.LayerNorm):
 class PacedMerge(torch.autograd.Function):
     "The merged weight, from a code (k,) and items (k, n); the merged weight moves as fast as a single one would"
     @staticmethod
-    def forward(lam, theta): return lam @ theta
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        lam,theta = inputs
+    def forward(ctx, lam, theta):
         ctx.save_for_backward(lam, theta if lam.requires_grad else None)
+        return lam @ theta
     @staticmethod
     def backward(ctx, g):
         lam,theta = ctx.saved_tensors
         for_lam,for_theta = ctx.needs_input_grad
         d_lam = theta @ g if for_lam else None
-        d_theta = torch.outer(lam/lam.square().sum(), g) if for_theta else None
+        d_theta = (lam/lam.dot(lam))[:,None] @ g[None] if for_theta else None
         return d_lam,d_theta

@@ -6,6 +6,8 @@
 __all__ = ['KShotLearner']
 
 # %% ../nbs/35_score.ipynb #5289c5bd
+from contextlib import nullcontext
+
 import numpy as np
 import pandas as pd
 import torch
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 from .check import one_of, sequence, whole
 from .checkpoint import ResumableLearner, log
-from .convert import batch_norms
 from .data import fixed_batches
 from .simplex import Coder
 from .space import Arch
@@ -76,8 +77,8 @@ def eval_arch(self:KShotLearner,
             plain = self.net.subnet(arch, lam, data=self._stats_batches(n_stats)).eval()
             with torch.inference_mode(): return self._measure(plain)
         self._refuse_single_images()
-        running = [m for m in batch_norms(self.net) if m.running_mean is not None]
-        with torch.inference_mode(), self.net.frozen(), self.net.use(arch, lam):
+        running = [m for m in self.net.norms if m.running_mean is not None]
+        with torch.inference_mode(), self.net.frozen() if running else nullcontext(), self.net.use(arch, lam):
             for m in running: m.train()                         # the batch's statistics, and copies of the running ones
             return self._measure(self.net)
     finally:
@@ -102,7 +103,7 @@ def _measure(self:KShotLearner, model) -> dict:
 def _refuse_single_images(self:KShotLearner):
     "Raise an error if validation batches of one image are to give statistics"
     alone = self.dls.valid.bs == 1 and len(self.dls.valid_ds) > 1
-    if alone and any(m.running_mean is None for m in batch_norms(self.net)): raise ValueError(
+    if alone and any(m.running_mean is None for m in self.net.norms): raise ValueError(
         "batch norms take their statistics from each validation batch, and one image has none worth the name: "
         "use a larger `bs` for validation, or stats='train'")
 

@@ -36,7 +36,8 @@ class Supernet(nn.Module):
         self.net = kshotify(module, k, noise=noise, running=running, skip=skip)
         self.mixer,self.in_shape = self.net.mixer,None if in_shape is None else check_shape(in_shape)
         self.in_use,self.before,self.stack = None,None,[]           # for `use`
-        self.choices = Choices(self.net)
+        self.choices,self.norms = Choices(self.net),batch_norms(self.net)
+        self.weights = list(self.net.parameters())                  # found once: there may be thousands of modules
         self._number_layers()
         self._remember_start()
         self.switch(Arch([0]*len(self.space.ops), [len(r)-1 for r in self.space.widths]))
@@ -187,8 +188,8 @@ def forward_paths(self:Supernet,
 @contextmanager
 def frozen(self:Supernet):
     "Inside a `with` block, nothing of the supernet changes or gets a gradient: neither parameters nor buffers"
-    free = [p for p in self.parameters() if p.requires_grad]
-    buffers = [(m, m._buffers) for m in self.modules() if m._buffers]
+    free = [p for p in self.weights if p.requires_grad]
+    buffers = [(m, m._buffers) for m in self.norms if m.running_mean is not None]
     for p in free: p.requires_grad_(False)
     for m,own in buffers: m._buffers = {n:b if b is None else b.clone() for n,b in own.items()}
     try: yield self
