@@ -62,7 +62,7 @@ signals_ops = 'none','skip','conv1','conv3','pool'
 
 class SignalsCell(Cell):
     "The cell of NAS-Bench-201 in one dimension"
-    def __init__(self, c):
+    def __init__(self, c:int): # channels
         nn.Module.__init__(self)
         def conv(ks): return nn.Sequential(nn.ReLU(), nn.Conv1d(c, c, ks, padding=ks//2, bias=False), nn.BatchNorm1d(c))
         def ops(): return Zero(),nn.Identity(),conv(1),conv(3),nn.AvgPool1d(3, 1, 1, count_include_pad=False)

@@ -22,7 +22,7 @@ def yardsticks(bench:Bench, archs:list) -> pd.Series:
     proxies = {name:bench.report(s, archs, n_boot=0).tau for name,s in scores.items()}
     return pd.Series(proxies | bench.yardsticks(archs), name='tau')
 
-def score(args, bench:Bench):
+def score(args:argparse.Namespace, bench:Bench):
     "Train supernets of both kinds and print how well they rank"
     settings = dict(n_epoch=args.epochs or bench.settings['n_epoch'])
     runs = {'one-shot':dict(k=1, **settings)}

@@ -232,7 +232,8 @@ def rows(self:Bench, archs:list=None) -> np.ndarray:
     if archs is None: return np.arange(len(self.archs))
     rows = self.cost.index.get_indexer(archs)
     if (rows >= 0).all(): return rows
-    raise ValueError(f"{archs[rows.argmin()]} is not in this bench; its {len(self.archs):,} architectures are in `.archs`")
+    first = archs[rows.argmin()]
+    raise ValueError(f"{first} is not in this bench; its {len(self.archs):,} architectures are in `.archs`")
 
 @patch
 def __repr__(self:Bench):
