@@ -185,14 +185,17 @@ def forward_paths(self:Supernet,
 
 # %% ../nbs/19_supernet.ipynb #544b5fa8
 @patch
-@contextmanager
 def frozen(self:Supernet):
     "Inside a `with` block, nothing of the supernet changes or gets a gradient: neither parameters nor buffers"
-    free = [p for p in self.weights if p.requires_grad]
-    buffers = [(m, m._buffers) for m in self.norms if m.running_mean is not None]
+    return _frozen(self)
+
+@contextmanager
+def _frozen(net):
+    free = [p for p in net.weights if p.requires_grad]
+    buffers = [(m, m._buffers) for m in net.norms if m.running_mean is not None]
     for p in free: p.requires_grad_(False)
     for m,own in buffers: m._buffers = {n:b if b is None else b.clone() for n,b in own.items()}
-    try: yield self
+    try: yield net
     finally:
         for p in free: p.requires_grad_(True)
         for m,own in buffers: m._buffers = own

@@ -100,7 +100,6 @@ def fresh(self:Bench,
         return self.net.subnet(arch, weights='fresh').to(memory_format=torch.channels_last)
 
 @patch
-@one_thread()
 def train_alone(self:Bench,
     arch:Arch,      # an architecture of the bench's space
     seed:int        # decides initial weights and the order of the data
@@ -108,12 +107,13 @@ def train_alone(self:Bench,
     "Train `arch` from scratch"
     self.net.space.check(arch)                              # makes the supernet before the seed is set
     (x,y),(xv,yv),(xt,yt) = (self.data[part] for part in ('train', 'valid', 'test'))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = self.fresh(arch)
-        train_plain(model, x, y, **self.recipe)
-    model.eval()
-    with torch.inference_mode(): valid,test = model(xv),model(xt)
+    with one_thread():
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = self.fresh(arch)
+            train_plain(model, x, y, **self.recipe)
+        model.eval()
+        with torch.inference_mode(): valid,test = model(xv),model(xt)
     def right(out, y): return (out.argmax(1) == y).sum().item()
     return dict(valid=right(valid, yv), loss=round(F.cross_entropy(valid, yv).item(), 5), test=right(test, yt))
 
