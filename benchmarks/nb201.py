@@ -1,52 +1,92 @@
-"""How well does a supernet rank the architectures of NAS-Bench-201? Trains it on CIFAR-10 and compares with the benchmark.
+"""How well do supernets rank the architectures of NAS-Bench-201, as trained by others? CIFAR-10 on two cores.
 
-The full protocol wants a GPU:
+    python benchmarks/nb201.py --images cifar10_jpg.tar.gz --truth nb201_cifar10_dev.csv --out nb201
 
-    python benchmarks/nb201.py --images cifar10 --truth nb201.csv --k 8 --epochs 250 --seed 0
-    python benchmarks/nb201.py --images cifar10 --truth nb201.csv --k 1 --epochs 250 --seed 0
-
-`cifar10` is an image folder with train/ and test/, a folder for each class below them; `nb201.csv` is what `read_nb201` reads.
-To see it work on a CPU, in some minutes: --epochs 2 --n-images 2000 --cells 1 --width 8 --archs 100
+trains supernets of every kind with every seed, each in about half an hour, and evaluates architectures that the
+benchmark has trained at full size. It goes on where it was stopped, within a supernet, too, and prints a table of what
+there is so far. `--images` is an archive of CIFAR-10 with a file for each image, .../train/<class>/<name>.jpg. The
+supernets are small: images averaged down to 16x16, one cell in a stage (--size 32 --cells 5: as in the benchmark).
+To see it work in a minute: --n-images 2000 --epochs 2 --archs 20 --seeds 1 --runs one-shot K-shot
 """
-import argparse
-from functools import partial
+import argparse, io, tarfile
+from functools import cached_property, partial
+from pathlib import Path
 
-import numpy as np
-from fastai.vision.all import (CropPad, DataBlock, CategoryBlock, Flip, ImageBlock, IndexSplitter, Normalize, PadMode, RandomCrop, cifar_stats,
-                               get_image_files, parent_label)
+import numpy as np, torch
+import torch.nn.functional as F
+from fastcore.basics import noop
+from fastai.data.all import ItemTransform
+from PIL import Image
 
-from kshot_nas.learner import kshot_learner
 from kshot_nas.nb201 import nb201_supernet, read_nb201
-from kshot_nas.rank import rank_report
+from kshot_nas.study.baselines import ablate, methods, summary
+from kshot_nas.study.command import yardsticks
+from kshot_nas.study.truth import Bench
 
-def cifar(path, bs, n_images, seed):
-    "Half of the training images for the supernet, the other half to evaluate architectures on, as in the benchmark"
-    files = sorted(get_image_files(f'{path}/train'))
-    files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))[:n_images]]
-    block = DataBlock((ImageBlock, CategoryBlock), get_items=lambda _: files, get_y=parent_label, splitter=IndexSplitter(range(len(files)//2, len(files))),
-                      item_tfms=[CropPad(40, pad_mode=PadMode.Zeros), RandomCrop(32)], batch_tfms=[Flip(), Normalize.from_stats(*cifar_stats)])
-    return block.dataloaders(path, bs=bs, num_workers=0 if n_images else None)
+class FlipShift(ItemTransform):
+    "Flip every second image, and move each eighth of a batch by some pixels"
+    def __init__(self, most): self.most = most
+    def encodes(self, b):
+        x,y = b
+        x = torch.where(torch.rand(len(x), 1, 1, 1) < 0.5, x.flip(-1), x)
+        size,x = x.shape[-1],F.pad(x, [self.most]*4)
+        corners = torch.randint(2*self.most + 1, (8, 2)).tolist()
+        return torch.cat([p[...,i:i+size,j:j+size] for p,(i,j) in zip(x.chunk(8), corners)]),y
+
+class CifarBench(Bench):
+    "Architectures of NAS-Bench-201, their published accuracy, and CIFAR-10 to train small supernets on"
+    name,bs = 'nb201',128
+    sizes = dict(valid=100, test=100)       # the benchmark publishes percentages
+    settings = dict(n_epoch=56, lr=0.1, k=8, n_paths=8, warmup=14, ratio=(5,1), noise=0.1)
+
+    def __init__(self, images, truth, size=16, cells=1, width=16, n_images=None, n_archs=1000):
+        self.images,self.truth_file,self.size,self.n_images,self.n_archs = images,truth,size,n_images,n_archs
+        self.supernet = partial(nb201_supernet, n=cells, c=width, size=size)
+
+    @cached_property
+    def table(self):
+        df = read_nb201(self.truth_file)
+        df = df.iloc[np.random.default_rng(0).permutation(len(df))[:self.n_archs]]
+        return dict(archs=list(df.index), valid=df[['cifar10_valid']].to_numpy(), test=df[['cifar10_test']].to_numpy(),
+                    params=df.params_M.to_numpy(), flops=df.flops_M.to_numpy())
+
+    def make_data(self):
+        "The training images, but for one in twenty-five that architectures are evaluated on; test images are not touched"
+        with tarfile.open(self.images) as tar:
+            found = {m.name:tar.extractfile(m).read() for m in tar if m.isfile() and 'train' in Path(m.name).parts}
+        names = np.random.default_rng(0).permutation(sorted(found))[:self.n_images]
+        classes = sorted({Path(n).parts[-2] for n in names})
+        x = [np.asarray(Image.open(io.BytesIO(found[n])).convert('RGB')) for n in names]
+        x = torch.from_numpy(np.stack(x)).permute(0, 3, 1, 2)
+        y = torch.tensor([classes.index(Path(n).parts[-2]) for n in names])
+        x = torch.cat([F.adaptive_avg_pool2d(b.float()/255, self.size) for b in x.split(1000)])
+        x = (x - x.mean((0,2,3), keepdim=True))/x.std((0,2,3), keepdim=True)
+        n = len(x)//25
+        return dict(train=(x[n:], y[n:]), valid=(x[:n], y[:n]))
+
+    def dls(self): return super().dls(after_batch=(FlipShift(self.size//8), noop))
 
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--images', required=True)
     p.add_argument('--truth', required=True)
+    p.add_argument('--out', default='nb201', help='folder for results and checkpoints')
+    p.add_argument('--runs', nargs='+', default=['one-shot', 'fixed', 'random', 'K-shot'], choices=list(methods))
+    p.add_argument('--seeds', type=int, default=8)
+    p.add_argument('--first-seed', type=int, default=0)
+    p.add_argument('--workers', type=int, default=1, help='supernets that are trained at the same time')
     p.add_argument('--k', type=int, default=8)
-    p.add_argument('--epochs', type=int, default=250)
-    p.add_argument('--lr', type=float, default=0.05)
-    p.add_argument('--bs', type=int, default=256)
-    p.add_argument('--archs', type=int, default=1000, help='architectures to rank, drawn at random')
-    p.add_argument('--n-images', type=int, help='use only so many images')
-    p.add_argument('--cells', type=int, default=5, help='cells in a stage')
+    p.add_argument('--epochs', type=int, default=56)
+    p.add_argument('--archs', type=int, default=1000, help='architectures to rank')
+    p.add_argument('--size', type=int, default=16, help='of the images')
+    p.add_argument('--cells', type=int, default=1, help='in a stage')
     p.add_argument('--width', type=int, default=16, help='channels of the first stage')
-    p.add_argument('--preset', choices=['paper'], help='paper: nothing of ours')
-    p.add_argument('--seed', type=int, default=0)
+    p.add_argument('--n-images', type=int, help='use only so many')
     args = p.parse_args()
-    truth = read_nb201(args.truth)
-    dls = cifar(args.images, args.bs, args.n_images, 0)
-    learn = kshot_learner(dls, partial(nb201_supernet, n=args.cells, c=args.width), k=args.k, warmup=min(5, args.epochs//4), preset=args.preset, seed=args.seed)
-    learn.fit_kshot(args.epochs, lr=args.lr, checkpoint=f'runs/nb201_k{args.k}_seed{args.seed}')
-    archs = [truth.index[i] for i in np.random.default_rng(args.seed).permutation(len(truth))[:args.archs]]
-    pred = learn.eval_archs(archs).accuracy
-    known = truth.loc[archs]
-    print(rank_report(pred.to_numpy(), known['cifar10_test'].to_numpy(), cost=known[['params_M', 'flops_M']].reset_index(drop=True)))
+    bench = CifarBench(args.images, args.truth, args.size, args.cells, args.width, args.n_images, args.archs)
+    scale = dict(n_epoch=args.epochs, warmup=args.epochs//4)
+    runs = {name:dict(k=args.k) | methods[name] | scale for name in args.runs}
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    df = ablate(bench, runs, seeds, args.out, args.workers, checkpoints=True)
+    print(bench, yardsticks(bench, bench.archs).round(3).to_string(), sep='\n\n')
+    for what in 'tau','tau_loss': print('', summary(df, what=what).round(3).to_string(), sep='\n')

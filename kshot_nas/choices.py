@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from .check import instance
+from .check import instance, whole
 from .layers import KLayer
 from .space import Arch, SearchSpace
 
@@ -40,8 +40,9 @@ class OpChoice(nn.Module):
 class WidthChoice:
     "Ratios to which the filters of a layer may be cut; call it with the layers"
     def __init__(self,
-        ratios:Iterable # shares of the filters: increasing, above 0, at most 1
-    ): self.ratios = SearchSpace((), (ratios,)).widths[0]             # which checks them
+        ratios:Iterable, # shares of the filters: increasing, above 0, at most 1
+        step:int=1       # numbers of filters are multiples of this, such as the size of a later convolution's groups
+    ): self.ratios,self.step = SearchSpace((), (ratios,)).widths[0],whole(step, 'step', 1)
 
     def __call__(self,
         layer:nn.Module # a convolution or linear layer
@@ -52,9 +53,9 @@ class WidthChoice:
         return layer
 
     def n_filters(self, layer:nn.Module) -> list:
-        "How many filters `layer` keeps at each ratio: at least one"
+        "How many filters `layer` keeps at each ratio: at least one step"
         n = getattr(layer, 'out_channels', getattr(layer, 'out_features', None))
-        return [max(1, round(n*r)) for r in self.ratios]
+        return [max(1, round(n*r/self.step))*self.step for r in self.ratios]
 
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
@@ -127,7 +128,7 @@ class ChannelLabels:
         self.choices,gen = Choices(self.bones),torch.Generator().manual_seed(0)
         self.x = torch.rand(1, *in_shape, generator=gen, device='cpu') + 0.5
         for m in self.bones.modules():
-            if isinstance(m, KLayer): self._watch(m, gen)
+            if isinstance(m, KLayer) and m.channel_dim is not None: self._watch(m, gen)
 
     def _watch(self, m, gen):
         n_out = getattr(m, 'out_channels', getattr(m, 'out_features', 1))
@@ -139,8 +140,9 @@ class ChannelLabels:
             shape = shape_of(x.to('meta')).shape
             n,view = shape[m.channel_dim],[1]*len(shape)
             view[m.channel_dim] = n
-            depthwise = getattr(m, 'groups', 1) > 1
-            labels = own[:n]*given.repeat_interleave(n//len(given)) if depthwise else own[:n]
+            labels = own[:n]
+            if (groups := getattr(m, 'groups', 1)) > 1:
+                labels = labels*given.view(m.groups_of(len(given)), -1).mean(1).repeat_interleave(m.out_channels//groups)
             return labels.view(view).expand(shape)
         m.forward = forward
 

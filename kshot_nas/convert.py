@@ -11,14 +11,15 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import update_bn
 
 from .check import instance
-from .layers import KBatchNorm1d, KBatchNorm2d, KConv1d, KConv2d, KLayer, KLayerNorm, KLinear, Mixer
+from .layers import KLayer, Mixer, kshot_form
+
 
 # %% ../nbs/13_convert.ipynb #a6c1ccac
-_kinds = {c.plain_type:c for c in (KConv1d, KConv2d, KLinear, KBatchNorm1d, KBatchNorm2d, KLayerNorm)}
-
 def _named(module, skip, name=''):
     "The modules inside `module` with their names, leaving out those of the types `skip` and what is inside them"
     if isinstance(module, skip): return
@@ -28,8 +29,12 @@ def _named(module, skip, name=''):
 def _why_not(m, own, first):
     "Why `m` with parameters `own` can't be converted, or None; `first` names the module that shares one"
     if isinstance(m, KLayer): return 'is K-shot already'
-    if own and (type(m) not in _kinds or not set(own) <= {'weight', 'bias'}): return f'has parameters {", ".join(own)}'
+    if is_parametrized(m): return 'its parameters are computed from others'
+    if any(map(is_lazy, own.values())): return 'has no parameters yet: run the network once'
     if first is not None: return f'shares a parameter with {first}'
+    ids = set(map(id, own.values()))
+    second = [n for n,v in vars(m).items() if isinstance(v, (list, tuple)) and any(id(o) in ids for o in v)]
+    if second: return f'keeps its parameters in {second[0]}, too'
 
 def misfits(
     module:nn.Module, # a network
@@ -58,15 +63,15 @@ def kshotify(
     for t in skip: instance(t, 'skip', type, 'Give types of layers, such as (nn.PReLU,)')
     instance(module, 'module', nn.Module)
     if lines := misfits(module, skip): raise ValueError(
-        "these layers have no K-shot form; replace them, or pass their types as `skip` "
+        "these layers can't be made K-shot; replace them, or pass their types as `skip` "
         "to share them between all paths:\n  "
         + '\n  '.join(lines))
     module,mixer = copy.deepcopy(module),Mixer(k) if mixer is None else mixer
-    for _,m in list(_named(module, skip)):
-        if type(m) not in _kinds: continue
-        if noise is None: m.reset_parameters()
+    for m in dict.fromkeys(m for _,m in _named(module, skip)):                # a layer that is used twice comes once
+        if not m._parameters: continue
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and not running: _forget_stats(m)
-        m.__class__ = _kinds[type(m)]
+        if noise is None and hasattr(m, 'reset_parameters'): m.reset_parameters()
+        m.__class__ = kshot_form(type(m))
         m.keep_items(k, mixer, noise)
     module.mixer = mixer
     return module
@@ -92,9 +97,10 @@ def merge(
         f"these layers are cut in width: {', '.join(cut)}; "
         "pass an input `x`, so that those after them can be cut to fit")
     seen = {} if x is None else _channels_in(module, layers, x)
-    memo = {id(m):m.plain(seen.get(m)) for m in layers}         # what `deepcopy` finds here it takes instead of a copy
-    for m in reversed(kept):
+    memo = {}                                          # what `deepcopy` finds here it takes instead of a copy
+    for m in reversed(kept):                           # what is inside comes first
         if m in replace: memo[id(m)] = copy.deepcopy(replace[m], memo)
+        elif isinstance(m, KLayer) and id(m) not in memo: memo[id(m)] = m.plain(seen.get(m), memo)
     res = copy.deepcopy(module, memo)
     for m in res.modules(): m.__dict__.pop('mixer', None)
     return res
@@ -103,7 +109,7 @@ def _channels_in(module, layers, x):
     "How many channels reach each of `layers` when `module` is given `x`"
     seen,training = {},{m:m.training for m in module.modules()}
     def note(m, args): seen[m] = args[0].shape[m.channel_dim]
-    hooks = [m.register_forward_pre_hook(note) for m in layers]
+    hooks = [m.register_forward_pre_hook(note) for m in layers if m.channel_dim is not None]
     try: module.eval()(x)
     finally:
         for h in hooks: h.remove()

@@ -95,9 +95,9 @@ def mobilenet_supernet(
     se_ratio:float=0.25,            # squeezed channels as a share of the expanded ones
     identity_everywhere:bool=True,  # offer identity also where the shape changes, as a 1x1 convolution?
     dropout:float=0.,               # share of the features dropped before the classifier in training
-    noise:float=1.                  # how the items start: see kshotify
+    **kwargs
 ) -> Supernet:
-    "The MobileNetV2-SE space: 21 searched layers of 13 operations, 24 width layers"
+    "The MobileNetV2-SE space: 21 searched layers of 13 operations, 24 width layers; `kwargs` go to Supernet"
     size,act = _check_shape(size, strides),_acts[one_of(act, 'act', _acts)]
     for name,n in dict(n_in=n_in, n_out=n_out).items(): whole(n, name, 1)
     number(se_ratio, 'se_ratio', above=0, most=1)
@@ -120,4 +120,4 @@ def mobilenet_supernet(
     net.pool,net.flatten = nn.AdaptiveAvgPool2d(1),nn.Flatten()
     if dropout: net.dropout = nn.Dropout(dropout)
     net.head = nn.Linear(1280, n_out)
-    return Supernet(net, k, in_shape=(n_in,*size), noise=noise)
+    return Supernet(net, k, in_shape=(n_in,*size), **kwargs)

@@ -7,7 +7,7 @@ __all__ = ['nb201_ops', 'nb201_edges', 'nb201_space', 'nb201_str', 'nb201_index'
            'nb201_supernet', 'nb201_cost', 'load_pickle', 'read_nb201']
 
 # %% ../nbs/22_nb201.ipynb #1ad24907
-import bz2, pickle, random, re
+import bz2, io, pickle, random, re
 from collections import OrderedDict
 from functools import lru_cache
 from pathlib import Path
@@ -182,12 +182,16 @@ class _SafeUnpickler(pickle.Unpickler):
         if not numbers: raise ValueError(f"{dtype.name!r} is no type of numbers")
         return np.frombuffer(data, dtype.name)[0].item()
 
+_most_bytes = 2**26         # files of the benchmark have a few MB
+
 def load_pickle(
     path:Path # a file packed with bzip2
 ):
     "What is in the pickle at `path`, read without running anything in it"
     try:
-        with bz2.open(path) as f: return _SafeUnpickler(f).load()
+        with bz2.open(path) as f: data = f.read(_most_bytes + 1)
+        if len(data) > _most_bytes: raise ValueError(f'it unpacks to more than {_most_bytes//2**20} MB')
+        return _SafeUnpickler(io.BytesIO(data)).load()
     except Exception as e: raise ValueError(f"cannot read {Path(path).name}: {e or type(e).__name__}") from e
 
 # %% ../nbs/22_nb201.ipynb #090e5d49

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .check import one_of
 from .choices import Choices, OpChoice, WidthChoice, check_ops, check_widths, skeleton
 from .convert import batch_norms, kshotify, merge, recalibrate, track_stats
-from .layers import KLayer, check_code
+from .layers import KLayer, check_code, to_channels_last
 from .space import Arch
 
 _all_ = ['OpChoice', 'WidthChoice']       # what a space is written with comes along
@@ -30,10 +30,12 @@ class Supernet(nn.Module):
         in_shape:tuple=None, # shape of one input, such as (3, 224, 224)
         noise:float=1.,      # how the items start: see kshotify
         running:bool=False,  # running statistics in batch norms, instead of the batch's?
-        skip:tuple=()        # types of layers that all paths share as they are
+        skip:tuple=(),       # types of layers that all paths share as they are
+        channels_last:bool=True # lay out 2d convolutions pixel by pixel? It is faster, and changes rounding only
     ):
         super().__init__()
         self.net = kshotify(module, k, noise=noise, running=running, skip=skip)
+        if channels_last: to_channels_last(self.net)
         self.mixer,self.in_shape = self.net.mixer,None if in_shape is None else check_shape(in_shape)
         self.in_use,self.before,self.stack = None,None,[]           # for `use`
         self.choices,self.norms = Choices(self.net),batch_norms(self.net)
@@ -80,8 +82,9 @@ def _number_layers(self:Supernet):
 def _remember_start(self:Supernet):
     "Keep the first values of shared parameters that nothing could draw anew, for want of `reset_parameters`"
     for m in self.net.modules():
-        if isinstance(m, KLayer) or hasattr(m, 'reset_parameters'): continue
-        if own := {n:p.detach().clone() for n,p in m._parameters.items() if p is not None}: m.start = own
+        if hasattr(m, 'reset_parameters') or hasattr(m, '_reset_parameters'): continue
+        own = m.as_plain()._parameters if isinstance(m, KLayer) else m._parameters
+        if own := {n:p.detach().clone() for n,p in own.items() if p is not None}: m.start = own
 
 # %% ../nbs/19_supernet.ipynb #57f7e5d8
 @patch
@@ -154,7 +157,8 @@ def _probe(self:Supernet):
 def _redraw(net):
     "Draw the parameters of `net` anew; what can't be drawn gets its first values"
     for m in net.modules():
-        if hasattr(m, 'reset_parameters'): m.reset_parameters()
+        for name in ('_reset_parameters', 'reset_parameters'):           # attention has the former
+            if hasattr(m, name): getattr(m, name)()
         for n,p in m.__dict__.get('start', {}).items(): m._parameters[n].copy_(p)
 
 def _refuse_empty_stats(bn, args):

@@ -144,7 +144,7 @@ def test_directives_and_names_of_pages():
     docs = importlib.util.module_from_spec(spec); spec.loader.exec_module(docs)
     assert docs.convert(dict(metadata={}, **code('#| echo: false\n1')), None)['metadata'] == dict(tags=['remove-input'])
     with pytest.raises(ValueError, match='fig-cap: x'): docs.convert(dict(metadata={}, **code('#| fig-cap: x\n1')), None)
-    pages = {'index.ipynb': 'index.html', '10_lowrank.ipynb': 'lowrank.html', 'study/41_bench.ipynb': 'study/bench.html'}
+    pages = {'index.ipynb': 'index.html', '10_lowrank.ipynb': 'lowrank.html', 'study/47_bench.ipynb': 'study/bench.html'}
     assert {f: docs.page_of(f) for f in pages} == pages
 
 @pytest.fixture(scope='module')

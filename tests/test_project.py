@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections import Counter
 from configparser import ConfigParser
@@ -254,3 +255,41 @@ def test_import_is_quick(tmp_path):
     prog = f'from time import process_time as t; a = t(); import fastai.vision.all; b = t(); import {mods}; print((t()-a)/(b-a))'
     took = (run(sys.executable, '-W', 'ignore', '-c', prog, cwd=tmp_path, PYTHONPATH=str(root), OMP_NUM_THREADS='1') for _ in range(3))
     assert any(float(res.stdout or 'nan') < 1.5 for res in took)
+
+# What it is made of and from -----------------------------------------------------------------------------------------------------
+
+def requirements(): return dict(re.match(r'([\w-]+)(.*)', r).groups() for r in cfg['requirements'].split())
+
+def test_what_is_imported_is_declared():
+    "At the top of a module; what is imported inside of a function is an extra, or comes with another one."
+    known = dict(PIL='pillow', sklearn='scikit-learn')
+    tops = {(p, name.split('.')[0]) for p in exported for node in ast.parse(p.read_text(encoding='utf-8')).body
+            for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module] if isinstance(node, ast.ImportFrom) and not node.level else [])}
+    declared = {*requirements(), *sys.stdlib_module_names, 'kshot_nas'}
+    listed([f'{place(p)} imports {m}, which settings.ini does not declare' for p,m in sorted(tops) if known.get(m, m) not in declared])
+
+def test_internals_of_others_have_upper_bounds():
+    for name in 'pymoo', 'joblib', 'fastai', 'fastcore', 'fastprogress': assert re.fullmatch(r'>=[\d.]+,<[\d.]+', requirements()[name]), name
+    for name,bounds in requirements().items(): assert bounds.startswith('>='), f'{name} has no lower bound, which make test-oldest needs'
+
+def test_sdist_holds_the_tests(tmp_path):
+    left_out = shutil.ignore_patterns('.git', '.venv*', '__pycache__', '*.egg-info', 'build', '_docs', '_proc', 'runs')
+    shutil.copytree(root, tmp_path/'src', ignore=left_out, symlinks=True)
+    res = run(sys.executable, '-W', 'ignore', 'setup.py', '-q', 'sdist', '-d', tmp_path/'out', cwd=tmp_path/'src')
+    assert res.returncode == 0, res.stderr
+    archive, = (tmp_path/'out').glob('*.tar.gz')
+    with tarfile.open(archive) as t: held = {n.split('/', 1)[-1] for n in t.getnames()}
+    needed = {place(p) for p in (*exported, *(root/'tests').glob('*.py'), root/'settings.ini')}
+    assert needed <= held, needed - held
+
+@pytest.mark.parametrize('file', sorted((root/'.github/workflows').glob('*.yaml')), ids=lambda p: p.name)
+def test_workflows_trust_nobody(file):
+    "Actions are named by commit, jobs may read and no more, and the one that may write runs nothing of ours."
+    text = file.read_text(encoding='utf-8')
+    flow = pytest.importorskip('yaml').safe_load(text)
+    uses = re.findall(r'uses:\s*(\S+)', text)
+    assert uses and not [u for u in uses if not re.fullmatch(r'[\w./-]+@[0-9a-f]{40}', u)]
+    assert flow['permissions'] == {'contents': 'read'}
+    for job in flow['jobs'].values():
+        if 'permissions' in job: assert not any('run' in step or 'checkout' in step.get('uses', '') for step in job['steps'])
+        else: assert all(step['with']['persist-credentials'] is False for step in job['steps'] if 'checkout' in step.get('uses', ''))

@@ -130,14 +130,22 @@ print('same')''', export_torch(model, folder/'model.pt2'))
 
 def test_model_file(exported):
     folder,model,x,out = exported
-    path = save_model(model, folder/'model.pt', arch, build=dict(nf=8, widths=True))
-    with torch.no_grad(): assert torch.equal(load_model(path, tiny_supernet)(x), out)
+    path = save_model(model, folder/'model.pt', arch, classes=['a'])
+    with torch.no_grad(): assert torch.equal(load_model(path)(x), out)
+
+def test_model_file_builds_no_supernet(exported, monkeypatch):
+    folder,model,*_ = exported
+    path = save_model(model, folder/'model.pt', arch)
+    def refuse(*args, **kwargs): raise AssertionError('a supernet is built')
+    monkeypatch.setattr('kshot_nas.supernet.Supernet.__init__', refuse)
+    load_model(path)
 
 class Evil:
     def __init__(self, path): self.path = path
     def __reduce__(self): return (open, (str(self.path), 'w'))
 
 def test_model_file_runs_no_code(tmp_path):
-    torch.save(dict(format='kshot_nas model 1', arch=Evil(tmp_path/'harm')), tmp_path/'model.pt')
-    with pytest.raises(ValueError, match="was not written by"): load_model(tmp_path/'model.pt', tiny_supernet)
+    for o in dict(format='kshot_nas model 2', arch=Evil(tmp_path/'harm')),dict(format='kshot_nas model 2', arch='0', info={}, model=Evil(tmp_path/'harm')):
+        torch.save(o, tmp_path/'model.pt')
+        with pytest.raises(ValueError, match="was not written by"): load_model(tmp_path/'model.pt')
     assert not (tmp_path/'harm').exists()

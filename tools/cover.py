@@ -12,11 +12,11 @@ from pathlib import Path
 root = Path(__file__).resolve().parents[1]
 nbs  = sorted((root/'nbs').rglob('[0-9]*.ipynb'))
 
-def exported(nb):
-    "The file that `nb` exports, if it does, and its parts by the id of their cell, each behind as many empty lines as it needs"
+def exported(nb, texts={}):
+    "The file that `nb` exports, if it does, and its parts by the id of their cell, each behind as many empty lines as it needs; `texts` stand for files"
     head = rf'# %% [./]+/nbs/{nb.relative_to(root/"nbs").as_posix()} #(\S+)$'
     for file in (root/'kshot_nas').rglob('*.py'):
-        lines = file.read_text(encoding='utf-8').splitlines()
+        lines = (texts.get(file) or file.read_text(encoding='utf-8')).splitlines()
         starts = [(i, m[1]) for i,line in enumerate(lines, 1) if (m := re.match(head, line))]
         ends = [*(i-1 for i,_ in starts[1:]), len(lines)]
         if starts: return file,{name: '\n'*i + '\n'.join(lines[i:j]) for (i,name),j in zip(starts, ends)}

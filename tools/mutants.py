@@ -1,0 +1,165 @@
+"""Small faults put into the package, one at a time, to see whether the notebooks notice: `python tools/mutants.py`, or `make mutants`.
+
+A fault is a changed operator, number, condition or argument, or a call left out. It is caught if the module's own notebook fails,
+or one of two notebooks that import the module. What was found stands in runs/mutants.jsonl, and is not tried again as long as
+the code around it is the same; survivors are tried again with --again. Name modules to try these alone.
+"""
+import argparse
+import ast
+import copy
+import hashlib
+import importlib.machinery
+import json
+import os
+import random
+import sys
+import time
+import types
+from collections import Counter
+
+from cover import exported, nbs, root
+
+found = root/'runs/mutants.jsonl'
+heavy = 'fastai.vision.all fastcore.test scipy.stats sklearn.datasets pandas matplotlib.pyplot pymoo.algorithms.moo.nsga2 joblib cloudpickle nbdev.showdoc torchvision'.split()
+
+# What is changed --------------------------------------------------------------------------------------------------------------
+
+swaps = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
+         ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add, ast.Pow: ast.Mult,
+         ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.And: ast.Or, ast.Or: ast.And}
+names = dict(min='max', max='min', any='all', all='any', argmax='argmin', argmin='argmax', amin='amax', amax='amin', sum='mean', mean='sum', floor='ceil', ceil='floor')
+
+def changes(node):
+    "What could be made of a part of the code instead"
+    def other(**kwargs): return ast.copy_location(type(node)(**{**{f:getattr(node, f) for f in node._fields}, **kwargs}), node)
+    if isinstance(node, ast.Compare):
+        for i,op in enumerate(node.ops): yield other(ops=[*node.ops[:i], swaps[type(op)](), *node.ops[i+1:]])
+    if isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in swaps: yield other(op=swaps[type(node.op)]())
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)): yield node.operand
+    if isinstance(node, ast.IfExp): yield other(test=ast.UnaryOp(ast.Not(), node.test))
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool): yield other(value=not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)): yield other(value=node.value+1 if isinstance(node.value, int) else node.value*1.5 or 0.1)
+    if isinstance(node, ast.Call):
+        for k in node.keywords:
+            if k.arg: yield other(keywords=[o for o in node.keywords if o is not k])
+        f = node.func
+        if isinstance(f, ast.Name) and f.id in names: yield other(func=ast.Name(names[f.id]))
+        if isinstance(f, ast.Attribute) and f.attr in names: yield other(func=ast.Attribute(f.value, names[f.attr]))
+
+def silent(node): return isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom))
+
+def nodes(node):
+    "All parts of the code but types, decorators, and what errors say"
+    for field,value in ast.iter_fields(node):
+        if field in ('annotation', 'returns', 'decorator_list', 'type_comment'): continue
+        for child in value if isinstance(value, list) else [value]:
+            if not isinstance(child, ast.AST) or silent(child): continue
+            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant): continue      # a docstring
+            yield child
+            yield from nodes(child)
+
+def mutants(text):
+    "Every mutant of a module: the line, what stands there, what is put there, and the whole text with it"
+    raw,starts = text.encode(),[0]
+    for line in raw.splitlines(keepends=True): starts.append(starts[-1] + len(line))
+    def span(n): return starts[n.lineno-1] + n.col_offset,starts[n.end_lineno-1] + n.end_col_offset
+    def mutant(node, new):
+        a,b = span(node)
+        return node.lineno,raw[a:b].decode(),new,(raw[:a] + new.encode() + raw[b:]).decode()
+    for node in nodes(ast.parse(text)):
+        for new in changes(node): yield mutant(node, f'({ast.unparse(ast.fix_missing_locations(copy.deepcopy(new)))})')
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call): yield mutant(node, 'None')
+        if isinstance(node, ast.If): yield mutant(node.test, f'(not ({ast.unparse(node.test)}))')
+
+def some(text, n, seed=0):
+    "`n` mutants, in different lines as far as there are enough"
+    every,seen = list(mutants(text)),Counter()
+    random.Random(seed).shuffle(every)
+    def turn(m): seen[m[0]] += 1; return seen[m[0]]
+    return sorted(sorted(every, key=turn)[:n])                                                  # of each line one, then the second
+
+# Who notices ------------------------------------------------------------------------------------------------------------------
+
+def run(nb, file, text):
+    "Run the notebook `nb` where the module `file` has the source `text`"
+    parts = exported(nb, {file: text})[1]
+    if not parts or exported(nb)[0] != file:                                                    # it imports the module
+        for name in [n for n in sys.modules if n.split('.')[0] == 'kshot_nas']: del sys.modules[name]
+        loader = importlib.machinery.SourceFileLoader
+        real = loader.get_code
+        loader.get_code = lambda self, name: compile(text, self.path, 'exec') if self.path == str(file) else real(self, name)
+    os.chdir(nb.parent)
+    main = sys.modules['__main__'] = types.ModuleType('__main__')
+    own = exported(nb)[0]
+    if own: main.__package__ = '.'.join(own.relative_to(root).parts[:-1])
+    for cell in json.loads(nb.read_text(encoding='utf-8'))['cells']:
+        source = ''.join(cell['source'])
+        if cell['cell_type'] != 'code' or source.startswith('#| slow') or 'nbdev_export(' in source: continue
+        exec(compile(parts.get(cell['id'], source), own if cell['id'] in parts else f"cell {cell['id']}", 'exec'), vars(main))
+
+def outcome(nb, file, text, limit):
+    "'passed', or how the notebook ended instead"
+    told,tell = os.pipe()
+    if not (pid := os.fork()):
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2): os.dup2(null, fd)
+        os.setpgid(0, 0)
+        try: run(nb, file, text); os.write(tell, b'passed')
+        except BaseException as e: os.write(tell, f'{type(e).__name__}: {str(e).strip()[:150]}'.encode())
+        finally: os._exit(0)
+    os.close(tell)
+    end = time.monotonic() + limit
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() > end:
+            os.killpg(pid, 9); os.waitpid(pid, 0)
+            break
+        time.sleep(0.02)
+    with open(told, 'rb') as f: os.set_blocking(told, False); said = f.read() or b''
+    return said.decode(errors='replace') or ('it took too long' if time.monotonic() > end else 'it died')
+
+# All of them ------------------------------------------------------------------------------------------------------------------
+
+def importers(file):
+    "Two notebooks of the method that import a module, the nearest first"
+    return [nb for nb in nbs if nb.parent == root/'nbs' and f'kshot_nas.{file.stem} import' in nb.read_text(encoding='utf-8')][:2]
+
+def results(): return [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    p.add_argument('modules', nargs='*', help='such as layers; all of the method if none is named')
+    p.add_argument('--n', type=int, default=10, help='mutants of each module')
+    p.add_argument('--again', action='store_true', help='try survivors again')
+    args = p.parse_args(argv)
+    for name in heavy: importlib.import_module(name)
+    import matplotlib
+    import matplotlib.pyplot as plt
+    import torch
+    matplotlib.use('agg'); torch.set_num_threads(1); plt.show = plt.close
+    os.environ['IN_TEST'] = '1'
+    (root/'runs').mkdir(exist_ok=True)
+    for nb in nbs:
+        file = exported(nb)[0]
+        if not file or file.parent != root/'kshot_nas' or file.stem == 'all' or (args.modules and file.stem not in args.modules): continue
+        importlib.import_module(f'kshot_nas.{file.stem}')
+        text,known,took = file.read_text(encoding='utf-8'),{r['key']:r for r in results()},{}
+        for line,old,new,changed in some(text, args.n):
+            context = '\n'.join(text.splitlines()[max(0, line-3):line+2])
+            key = hashlib.sha256('\0'.join([file.stem, context, old, new]).encode()).hexdigest()[:12]
+            if key in known and not (args.again and not known[key]['caught']): continue
+            for witness in [nb, *importers(file)]:
+                if witness not in took:
+                    start = time.monotonic()
+                    if (said := outcome(witness, file, text, 600)) != 'passed': sys.exit(f'{witness.name} fails as it is: {said}')
+                    took[witness] = time.monotonic() - start
+                said = outcome(witness, file, changed, 4*took[witness] + 10)
+                if said != 'passed': break
+            row = dict(key=key, module=file.stem, line=line, old=old, new=new, caught=said != 'passed' and witness.name, how=said)
+            with open(found, 'a') as f: f.write(json.dumps(row) + '\n')
+            print(f"{'caught  ' if row['caught'] else 'SURVIVED'} {file.stem}:{line}: {old} -> {new}", flush=True)
+    latest = {r['key']:r for r in results()}
+    survivors = [r for r in latest.values() if not r['caught']]
+    print(f"{len(latest)-len(survivors)} of {len(latest)} caught")
+    for r in survivors: print(f"  {r['module']}:{r['line']}: {r['old']} -> {r['new']}")
+
+if __name__ == '__main__': main()
