@@ -1,25 +1,32 @@
 """Small faults put into the package, one at a time, to see whether the notebooks notice: `python tools/mutants.py`, or `make mutants`.
 
 A fault is a changed operator, number, condition or argument, or a call left out. It is caught if the module's own notebook fails,
-or one of two notebooks that import the module. What was found stands in runs/mutants.jsonl, and is not tried again as long as
-the code around it is the same; survivors are tried again with --again. Name modules to try these alone.
+or one of two notebooks that import the module. All of it happens in a copy of the repository, so work can go on meanwhile.
+What was found stands in runs/mutants.jsonl, and is not tried again as long as the code around it is the same; survivors are tried
+again with --again. Name modules to try these alone.
 """
 import argparse
 import ast
 import copy
 import hashlib
-import importlib.machinery
+import importlib
 import json
 import os
 import random
+import resource
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 
 from cover import exported, nbs, root
 
-found = root/'runs/mutants.jsonl'
+found = Path(os.environ.get('MUTANTS_FOUND', root/'runs/mutants.jsonl'))
 heavy = 'fastai.vision.all fastcore.test scipy.stats sklearn.datasets pandas matplotlib.pyplot pymoo.algorithms.moo.nsga2 joblib cloudpickle nbdev.showdoc torchvision'.split()
 
 # What is changed --------------------------------------------------------------------------------------------------------------
@@ -80,17 +87,13 @@ def some(text, n, seed=0):
 
 # Who notices ------------------------------------------------------------------------------------------------------------------
 
-def run(nb, file, text):
-    "Run the notebook `nb` where the module `file` has the source `text`"
-    parts = exported(nb, {file: text})[1]
-    if not parts or exported(nb)[0] != file:                                                    # it imports the module
+def run(nb, file):
+    "Run the notebook `nb`, after the module `file` has changed"
+    own,parts = exported(nb)
+    if own != file:                                                                             # it imports the module
         for name in [n for n in sys.modules if n.split('.')[0] == 'kshot_nas']: del sys.modules[name]
-        loader = importlib.machinery.SourceFileLoader
-        real = loader.get_code
-        loader.get_code = lambda self, name: compile(text, self.path, 'exec') if self.path == str(file) else real(self, name)
     os.chdir(nb.parent)
     main = sys.modules['__main__'] = types.ModuleType('__main__')
-    own = exported(nb)[0]
     if own: main.__package__ = '.'.join(own.relative_to(root).parts[:-1])
     for cell in json.loads(nb.read_text(encoding='utf-8'))['cells']:
         source = ''.join(cell['source'])
@@ -98,13 +101,15 @@ def run(nb, file, text):
         exec(compile(parts.get(cell['id'], source), own if cell['id'] in parts else f"cell {cell['id']}", 'exec'), vars(main))
 
 def outcome(nb, file, text, limit):
-    "'passed', or how the notebook ended instead"
+    "'passed', or how the notebook ended instead, where the module `file` has the source `text`"
     told,tell = os.pipe()
+    file.write_text(text, encoding='utf-8')
     if not (pid := os.fork()):
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2): os.dup2(null, fd)
         os.setpgid(0, 0)
-        try: run(nb, file, text); os.write(tell, b'passed')
+        resource.setrlimit(resource.RLIMIT_DATA, (6*2**30,)*2)                                  # a fault may ask for any amount
+        try: run(nb, file); os.write(tell, b'passed')
         except BaseException as e: os.write(tell, f'{type(e).__name__}: {str(e).strip()[:150]}'.encode())
         finally: os._exit(0)
     os.close(tell)
@@ -114,6 +119,7 @@ def outcome(nb, file, text, limit):
             os.killpg(pid, 9); os.waitpid(pid, 0)
             break
         time.sleep(0.02)
+    with suppress(ProcessLookupError): os.killpg(pid, 9)                                        # workers that it left behind
     with open(told, 'rb') as f: os.set_blocking(told, False); said = f.read() or b''
     return said.decode(errors='replace') or ('it took too long' if time.monotonic() > end else 'it died')
 
@@ -123,6 +129,15 @@ def importers(file):
     "Two notebooks of the method that import a module, the nearest first"
     return [nb for nb in nbs if nb.parent == root/'nbs' and f'kshot_nas.{file.stem} import' in nb.read_text(encoding='utf-8')][:2]
 
+def in_a_copy(argv):
+    "Start this program again in a copy of the repository, where files may be changed"
+    with tempfile.TemporaryDirectory() as tmp:
+        for name in ('kshot_nas', 'nbs', 'tools', 'tests', 'settings.ini'):
+            if (root/name).is_file(): shutil.copy(root/name, tmp)
+            else: shutil.copytree(root/name, Path(tmp)/name, ignore=shutil.ignore_patterns('__pycache__'))
+        env = {**os.environ, 'MUTANTS_FOUND': str(found), 'PYTHONPATH': tmp, 'PYTHONDONTWRITEBYTECODE': '1'}
+        return subprocess.run([sys.executable, '-W', 'ignore', f'{tmp}/tools/mutants.py', *argv], env=env, cwd=tmp).returncode
+
 def results(): return [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
 
 def main(argv=None):
@@ -131,17 +146,19 @@ def main(argv=None):
     p.add_argument('--n', type=int, default=10, help='mutants of each module')
     p.add_argument('--again', action='store_true', help='try survivors again')
     args = p.parse_args(argv)
+    if 'MUTANTS_FOUND' not in os.environ: sys.exit(in_a_copy(sys.argv[1:]))
     for name in heavy: importlib.import_module(name)
     import matplotlib
     import matplotlib.pyplot as plt
     import torch
     matplotlib.use('agg'); torch.set_num_threads(1); plt.show = plt.close
     os.environ['IN_TEST'] = '1'
-    (root/'runs').mkdir(exist_ok=True)
+    found.parent.mkdir(exist_ok=True)
     for nb in nbs:
         file = exported(nb)[0]
         if not file or file.parent != root/'kshot_nas' or file.stem == 'all' or (args.modules and file.stem not in args.modules): continue
-        importlib.import_module(f'kshot_nas.{file.stem}')
+        module = importlib.import_module(f'kshot_nas.{file.stem}')
+        if Path(module.__file__) != file: sys.exit(f'{module.__file__} would be tried, not {file}')
         text,known,took = file.read_text(encoding='utf-8'),{r['key']:r for r in results()},{}
         for line,old,new,changed in some(text, args.n):
             context = '\n'.join(text.splitlines()[max(0, line-3):line+2])
@@ -155,10 +172,13 @@ def main(argv=None):
                 said = outcome(witness, file, changed, 4*took[witness] + 10)
                 if said != 'passed': break
             row = dict(key=key, module=file.stem, line=line, old=old, new=new, caught=said != 'passed' and witness.name, how=said)
+            file.write_text(text, encoding='utf-8')
             with open(found, 'a') as f: f.write(json.dumps(row) + '\n')
             print(f"{'caught  ' if row['caught'] else 'SURVIVED'} {file.stem}:{line}: {old} -> {new}", flush=True)
-    latest = {r['key']:r for r in results()}
+    latest = {r['key']:r for r in results() if not args.modules or r['module'] in args.modules}
     survivors = [r for r in latest.values() if not r['caught']]
+    total,alive = (Counter(r['module'] for r in rows) for rows in (latest.values(), survivors))
+    for name in total: print(f"{name:<12} {total[name]-alive[name]} of {total[name]} caught")
     print(f"{len(latest)-len(survivors)} of {len(latest)} caught")
     for r in survivors: print(f"  {r['module']}:{r['line']}: {r['old']} -> {r['new']}")
 
