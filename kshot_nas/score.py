@@ -8,6 +8,7 @@ __all__ = ['KShotLearner']
 # %% ../nbs/36_score.ipynb #5289c5bd
 import math
 from contextlib import nullcontext
+from itertools import cycle, islice
 
 import numpy as np
 import pandas as pd
@@ -20,7 +21,7 @@ from fastcore.meta import delegates
 from fastprogress.fastprogress import progress_bar
 from torch import Tensor, nn
 
-from .check import one_of, sequence, whole
+from .check import number, one_of, sequence, whole
 from .checkpoint import ResumableLearner, log
 from .data import fixed_batches
 from .simplex import Coder
@@ -73,16 +74,19 @@ def eval_arch(self:KShotLearner,
     arch:Arch,          # the architecture
     lam=None,           # its code; the learner's own if None
     stats:str='batch',  # statistics of batch norms: those of each validation 'batch', or collected from 'train' batches
-    n_stats:int=8       # from how many
+    n_stats:int=8,      # from how many
+    adapt:int=0,        # steps of training of its own before it is measured; with statistics from 'train' batches
+    adapt_lr:float=0.03 # their learning rate at the start; falls along a cosine
 ) -> dict:
     "Loss and metrics of `arch` on the validation set, with the weights it borrows from the supernet"
     one_of(stats, 'stats', ('batch', 'train'))
     lam,training = self.code(arch) if lam is None else lam,self.model.training
     try:
         self.model.eval()
-        if stats == 'train':
-            plain = self.net.subnet(arch, lam, data=self._stats_batches(n_stats)).eval()
-            with torch.inference_mode(): return self._measure(plain)
+        if stats == 'train' or whole(adapt, 'adapt'):
+            plain = self.net.subnet(arch, lam, data=self._stats_batches(n_stats))
+            if adapt: self._adapt(plain, adapt, number(adapt_lr, 'adapt_lr', above=0))
+            with torch.inference_mode(): return self._measure(plain.eval())
         self._refuse_single_images()
         running = [m for m in self.net.norms if m.running_mean is not None]
         with torch.inference_mode(), self.net.frozen() if running else nullcontext(), self.net.use(arch, lam):
@@ -127,6 +131,18 @@ def eval_archs(self:KShotLearner,
     bar = progress_bar(archs, leave=False) if progress and not getattr(self, 'no_bars', False) else archs
     index = pd.Index(archs, name='arch', tupleize_cols=False)
     return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=index)
+
+# %% ../nbs/36_score.ipynb #5b1c77a3
+@patch
+def _adapt(self:KShotLearner, model, n, lr):
+    "Train a plain network for `n` steps, on the batches that everybody gets"
+    opt = torch.optim.SGD(model.train().parameters(), lr=lr, momentum=0.9, nesterov=True)
+    sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, n)
+    for *xb,yb in islice(cycle(self.batches(0, n)), n):
+        opt.zero_grad()
+        self.loss_func(to_float(model(*xb)), yb).backward()
+        opt.step()
+        sched.step()
 
 # %% ../nbs/36_score.ipynb #86201e1d
 @patch
