@@ -23,6 +23,7 @@ from .supernet import Supernet
 # %% ../nbs/24_cost.ipynb #10875683
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm
 _counted = nn.Conv1d,nn.Conv2d,nn.Linear,*_norms                  # layers that may be cut; others cost what they cost
+def _can_be_cut(m): return isinstance(m, _counted) and getattr(m, 'channel_dim', 1) is not None
 
 class _Shapes:
     "Sends shapes through a copy of a supernet that has no weights"
@@ -30,7 +31,7 @@ class _Shapes:
         self.net,self.in_shape = net.skeleton(),in_shape
         self.net.in_shape = in_shape
         for m in self.net.modules():
-            if isinstance(m, _counted): m.register_forward_hook(self._note)
+            if _can_be_cut(m): m.register_forward_hook(self._note)
             elif any(True for _ in m.parameters(recurse=False)): m.register_forward_hook(self._note_other)
 
     def _note(self, m, args, out):
@@ -57,7 +58,7 @@ class _Shapes:
 # %% ../nbs/24_cost.ipynb #d05c25c7
 def _costs(m, n_in, n_out, positions):
     "Multiply-adds and parameters of the layer `m`, for numbers (or arrays) of channels"
-    if not isinstance(m, _counted): return _other_costs(m, n_out, positions)
+    if not _can_be_cut(m): return _other_costs(m, n_out, positions)
     n_params = sum(1 for _ in m.parameters(recurse=False))                # weight and bias, or fewer
     if isinstance(m, _norms): return 0*n_out, n_params*n_out*math.prod(getattr(m, 'normalized_shape', ())[:-1])
     if getattr(m, 'groups', 1) > 1: n_in = m.in_channels//m.groups

@@ -7,7 +7,7 @@ __all__ = ['log', 'Cut', 'check_model', 'Channels', 'ElasticPlan', 'elastic_plan
            'elastic_space', 'named_supernet', 'read_weights']
 
 # %% ../nbs/23_elastic.ipynb #6dd7fc46
-import copy, difflib, importlib, logging, math
+import copy, difflib, importlib, logging, math, re
 from collections import Counter, namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -238,7 +238,7 @@ class ElasticPlan:
 
     def __repr__(self):
         whys = {}
-        for n,why in self.left.items(): whys.setdefault(why, []).append(n)
+        for n,why in self.left.items(): whys.setdefault(re.sub(r'(?<=[a-z.])\d+', '*', why), []).append(n)
         def some(ns): return ', '.join(ns[:3]) + (f' and {len(ns)-3} more' if len(ns) > 3 else '')
         n = sum(len(c.layers) for cuts in self.choices for c in cuts)
         head = f'{len(self.blocks)} blocks can be left out; {len(self.choices)} widths for {n} layers'
