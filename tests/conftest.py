@@ -1,7 +1,19 @@
+import os
+import random
 import subprocess
 
 import pytest
 import torch
+
+seed = int(os.environ.get('KSHOT_TEST_SEED', random.randrange(10**6)))
+
+def pytest_report_header(): return f'kills and damages are drawn with the seed {seed}: KSHOT_TEST_SEED={seed} repeats them'
+
+@pytest.fixture(autouse=True)
+def rng(request):
+    "Decides when a process is killed and which byte is damaged; each test has its own, so that it can be run alone"
+    random.seed(f'{seed} {request.node.name}')
+    return random.Random(f'{seed} {request.node.name}')
 
 @pytest.fixture(scope='module')
 def one_thread():

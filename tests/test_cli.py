@@ -303,8 +303,7 @@ def kill(here, stage, delay, number, *argv):
 
 signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 
-def test_killed_three_times(calm, seconds, tmp_path):
-    rng = random.Random()
+def test_killed_three_times(calm, seconds, tmp_path, rng):
     for stage,number in zip(sorted(rng.sample(stages, 3), key=stages.index), rng.sample(signals, 3)): kill(tmp_path, stage, rng.uniform(0, seconds[stage]), number)
     code,_,err = job_run(tmp_path, *light, '--resume')
     assert (code, err) == (0, ''), err
@@ -312,8 +311,8 @@ def test_killed_three_times(calm, seconds, tmp_path):
     nothing_twice(tmp_path, calm, kills=3)
 
 @pytest.mark.slow
-def test_killed_in_every_stage_by_every_signal(calm, seconds, tmp_path):
-    rng,left,hit = random.Random(),Counter({(stage, number):1 for stage in stages for number in signals}),[]
+def test_killed_in_every_stage_by_every_signal(calm, seconds, tmp_path, rng):
+    left,hit = Counter({(stage, number):1 for stage in stages for number in signals}),[]
     for chain in range(12):
         plan = [(stage, rng.choice([n for s,n in left if s == stage] or signals)) for stage in stages]
         here = tmp_path/f'{chain}'

@@ -150,8 +150,8 @@ def test_processes_agree(never_killed, processes):
     assert same == never_killed
     for what in same: assert other[what] != same[what], f'another seed, but the same {what}'
 
-def test_killed_and_restarted(never_killed, tmp_path):
-    rng,lost = random.Random(0),[]
+def test_killed_and_restarted(never_killed, tmp_path, rng):
+    lost = []
     for halt in (None, None, ('fsync', 2), None, None, ('unlink', 1), None, None, None, ('replace', 2)):
         before,heard = newest(tmp_path),[]
         after,delay = rng.randrange(10, 100),rng.uniform(0, 0.02)               # events (an epoch has about 70) and seconds
