@@ -38,6 +38,15 @@ def _rename(tmp, path):
         try: os.fsync(folder)
         finally: os.close(folder)
 
+def _remove_leftovers(path):
+    "Remove temporary files of `path` whose process was killed"
+    if os.name != 'posix': return                       # elsewhere a process can't be asked whether it lives
+    for old in path.parent.glob('.*.tmp*'):
+        if not (m := re.fullmatch(rf'\.{re.escape(path.stem)}\.(\d+)\.tmp{re.escape(path.suffix)}', old.name)): continue
+        try: os.kill(int(m[1]), 0)                      # signal 0 only asks
+        except ProcessLookupError: old.unlink(missing_ok=True)
+        except (OSError, OverflowError): pass           # somebody else's, who lives
+
 @contextmanager
 def published(
     path  # the file to write
@@ -46,6 +55,7 @@ def published(
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to: make it first")
+    _remove_leftovers(path)
     tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
     try:
         yield tmp
