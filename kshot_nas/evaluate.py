@@ -6,8 +6,9 @@
 __all__ = ['attempt', 'Evaluations']
 
 # %% ../nbs/29_evaluate.ipynb #50b8b526
-import hashlib, threading, traceback
+import hashlib, os, threading, time, traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -40,14 +41,23 @@ def attempt(
 # %% ../nbs/29_evaluate.ipynb #230a5860
 def _versions(): return {m.__name__:m.__version__.split('+')[0] for m in (kshot_nas, torch)}
 
-def _work(key, package, versions, threads, metric, arch):
-    "What a worker does: unpack the evaluator unless it has it, and use it"
+def _end_with(pid):
+    "Let this process end when its parent `pid` does, which may be killed"
+    def watch():
+        while os.getppid() == pid: time.sleep(0.5)
+        os._exit(1)
+    if os.getppid() != pid or any(t.name == 'kshot_watch' for t in threading.enumerate()): return
+    threading.Thread(target=watch, daemon=True, name='kshot_watch').start()
+
+def _work(key, package, versions, threads, pid, metric, arch):
+    "What a worker does for the process `pid`: unpack the evaluator unless it has it, and use it"
     me = threading.current_thread()
     if getattr(me, 'kshot_key', None) != key:
         here = _versions()
         if here != versions: raise RuntimeError(f"a worker has {here}, and the process it works for has {versions}: "
                                                 "install the same versions on all machines")
         torch.set_num_threads(threads)                                      # rounding depends on it
+        _end_with(pid)
         me.kshot_key,me.kshot_evaluate = key,cloudpickle.loads(package.tobytes())
     return arch,*attempt(me.kshot_evaluate, metric, arch)
 
@@ -63,11 +73,25 @@ def _evaluator(problem:ArchProblem, workers:int) -> Iterator:
         yield partial(_evaluate_here, problem)
         return
     package = np.frombuffer(cloudpickle.dumps(problem.evaluate), dtype=np.uint8)
-    args = hashlib.sha256(package).hexdigest(),package,_versions(),torch.get_num_threads(),problem.metric
+    about = _versions(),torch.get_num_threads(),os.getpid(),problem.metric
+    args = hashlib.sha256(package).hexdigest(),package,*about
     unordered = getattr(backend, 'supports_return_generator', False)        # then no result waits for a slower one
     with joblib.Parallel(n_jobs=None if workers == 1 else workers, max_nbytes=1000,
                          return_as='generator_unordered' if unordered else 'list') as parallel:
-        yield lambda archs: iter(parallel(joblib.delayed(_work)(*args, a) for a in archs))
+        yield partial(_evaluate_there, lambda archs: parallel(joblib.delayed(_work)(*args, a) for a in archs))
+
+def _evaluate_there(work:Callable, archs:list, tries=3) -> Iterator:
+    "Evaluate `archs` by `work`; what was lost with a worker, again"
+    left = dict.fromkeys(archs)
+    for n in range(tries):
+        try:
+            for res in work(list(left)):
+                del left[res[0]]
+                yield res
+            return
+        except CancelledError as e: lost = e
+    raise RuntimeError(f"workers were lost {tries} times, the last time with {len(left)} architectures to evaluate: "
+                       "have they enough memory? Then search again, with an archive nothing is lost") from lost
 
 # %% ../nbs/29_evaluate.ipynb #27d88aa6
 class Evaluations:

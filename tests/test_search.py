@@ -1,6 +1,5 @@
 "Searches that are killed, share an archive, run out of disk, may not write, find it damaged, or have others do the work."
 import os
-import random
 import resource
 import shutil
 import signal
@@ -8,6 +7,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import joblib
 import pytest
@@ -61,8 +61,8 @@ def process(target, *args):
 
 # Killed ----------------------------------------------------------------------------------------------------------------------
 
-def test_killed_and_resumed(straight, tmp_path):
-    archive,log,rng,lost = tmp_path/'a.db',tmp_path/'log',random.Random(0),0
+def test_killed_and_resumed(straight, tmp_path, rng):
+    archive,log,lost = tmp_path/'a.db',tmp_path/'log',0
     log.touch()
     for n in (7, 20, 41, 90, 150):                                                  # in the first generation, at its end, and later
         with process(run, archive, log, 0.002) as proc:
@@ -164,10 +164,10 @@ def damaged(data, rng):
     return kind,data[:i] + rng.randbytes(n := min(rng.choice((8, 100, 4096)), len(data)-i)) + data[i+n:]
 
 @pytest.mark.parametrize('n', [20, pytest.param(500, marks=pytest.mark.slow)])
-def test_damaged_archive(straight, tmp_path, n):
+def test_damaged_archive(straight, tmp_path, rng, n):
     "It is told of, or makes no difference"
     quiet(ArchProblem(space, acc, table), archive=tmp_path/'good.db', gens=4)
-    data,rng,told = (tmp_path/'good.db').read_bytes(),random.Random(),0
+    data,told,read = (tmp_path/'good.db').read_bytes(),0,0
     for i in range(n):
         (tmp_path/'a.db').write_bytes((bad := damaged(data, rng))[1])
         try: assert quiet(ArchProblem(space, acc, table), archive=tmp_path/'a.db', gens=4).history.equals(straight[:80]), bad
@@ -176,10 +176,13 @@ def test_damaged_archive(straight, tmp_path, n):
             assert str(e).count(str(tmp_path/'a.db')) == 1 and ('archive' in str(e) or 'another program' in str(e)), (e, bad)
         for name in 'a.db-wal', 'a.db-shm': (tmp_path/name).unlink(missing_ok=True)
         (tmp_path/'a.db').write_bytes(bad[1])
-        try: assert all(acc(row.arch) == row.accuracy for row in read_archive(tmp_path/'a.db').itertuples()), bad
+        try: held = read_archive(tmp_path/'a.db')
         except (OSError, ValueError) as e: assert str(tmp_path/'a.db') in str(e), (e, bad)
+        else:
+            assert held.arch.tolist() == straight.arch[:80].tolist() and held.accuracy.tolist() == straight.accuracy[:80].tolist(), bad
+            read += 1
         for name in 'a.db-wal', 'a.db-shm': (tmp_path/name).unlink(missing_ok=True)
-    assert n//4 < told < n
+    assert n//4 < told < n and 0 < read < n
 
 # Others do the work ----------------------------------------------------------------------------------------------------------
 
@@ -263,6 +266,46 @@ def test_dask(learn):
             return sum(hasattr(t, 'kshot_key') for t in threading.enumerate())
         assert two.equals(one)
         assert client.run(unpacked) and max(client.run(unpacked).values()) == 1     # the supernet came once
+
+def test_the_last_dask_worker_dies(straight, tmp_path):
+    "The evaluator dies with it, and Dask cancels all that needs it"
+    distributed = pytest.importorskip('distributed')
+    log = tmp_path/'log'
+    log.touch()
+    problem = ArchProblem(space, Mortal(log, straight.arch[47]), table)
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=2, host='127.0.0.1', dashboard_address=None) as cluster, distributed.Client(cluster):
+        with joblib.parallel_config(backend='dask'): assert quiet(problem).history.equals(straight)
+    assert noted(log).count(str(straight.arch[47])) == 2
+
+class Working(Noted):
+    "An evaluator that notes who works"
+    def __call__(self, arch):
+        with open(self.log, 'a') as f: f.write(f'{os.getpid()}\n')
+        time.sleep(self.seconds)
+        return acc(arch)
+
+def employ(log): quiet(ArchProblem(space, Working(log, 0.1), table), workers=2)
+
+def alive(pid):
+    "Is there such a process, and has it not ended?"
+    try: return Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[0] != 'Z'   # Z: nobody has asked how it ended
+    except OSError: return False
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/stat'), reason='this system does not tell whether a process has ended')
+def test_workers_end_with_their_parent(tmp_path):
+    log = tmp_path/'log'
+    log.touch()
+    proc = get_context('spawn').Process(target=employ, args=(log,))                 # a daemon may have no workers
+    proc.start()
+    try:
+        while len(set(noted(log))) < 2 and proc.is_alive(): time.sleep(0.05)
+        assert proc.is_alive()
+    finally: proc.kill(); proc.join()
+    workers,end = {int(pid) for pid in noted(log)},time.monotonic() + 20
+    while any(map(alive, workers)) and time.monotonic() < end: time.sleep(0.1)
+    left = [pid for pid in workers if alive(pid)]
+    for pid in left: os.kill(pid, signal.SIGKILL)
+    assert not left, 'they live on'
 
 # For long: memory must not grow, and pace must not drop -----------------------------------------------------------------------
 
