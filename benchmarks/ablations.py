@@ -1,8 +1,8 @@
 """Which way of sharing weights ranks architectures best? Trains supernets on both benches and writes nbs/data/ablations.csv.
 
-About an hour on two cores for the digits, and as much for the set 'signals'. It may be stopped and started again: what is finished is kept in runs/ablations.
-The set 'choosing' has other seeds and other architectures than those that report; the same holds for the set 'signals',
-which leaves out the hundred architectures and the seeds on which its settings were chosen.
+About an hour on two cores for the digits, and as much for the sets of signals. It may be stopped and started again: what is finished is kept in runs/ablations.
+The set 'choosing' has other seeds and other architectures than those that report; the same holds for the sets of signals,
+which leave out the hundred architectures and the seeds on which their settings were chosen.
 """
 import argparse
 import os
@@ -24,6 +24,7 @@ class FirstOp(Coder):
 base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: see 'choosing'
 updates = dict(n_epoch=18)               # the paper's ratio, 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 widths = partial(DigitsBench, widths=True)
+adapted = dict(adapt=(20, 60), adapt_lr=0.1)
 sets = {                                 # name: (settings by run, number of seeds, bench)
     'choosing': ({'one-shot': methods['one-shot']} | {f'K-shot, {n} to 1': dict(ratio=(n,1)) for n in (1, 2, 5, 10)}, 8, DigitsBench),
     'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'K-shot, 5 to 1': base}, 16, DigitsBench),
@@ -36,7 +37,9 @@ sets = {                                 # name: (settings by run, number of see
     'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {n} epochs': base|dict(n_epoch=n) for n in (5, 10, 20)}, 8, DigitsBench),
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, DigitsBench),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, widths),
-    'signals':  ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')}, 8, SignalsBench)}
+    'signals':  ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')}, 16, SignalsBench),
+    'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
+    'signals, longer': ({n: methods[n]|adapted|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
 
 def split(bench, name):
     "Architectures and the first seed of a set"

@@ -53,7 +53,7 @@ def ensemble_scores(
 # %% ../../nbs/study/49_baselines.ipynb #91d526bb
 def train_run(
     bench:Bench, # what to learn and to rank
-    run:dict,    # settings: arguments of kshot_learner and fit_kshot, and 'ensemble'
+    run:dict,    # settings: arguments of kshot_learner and fit_kshot, 'ensemble', 'adapt' and 'adapt_lr'
     seed:int,    # decides all that is random
     archs:list,  # architectures to evaluate
     n_nets:int=8, # supernets in an ensemble
@@ -62,6 +62,7 @@ def train_run(
     "Train a supernet and evaluate `archs` with it"
     kw = bench.settings | run
     how,fit = kw.pop('ensemble', None),{n:kw.pop(n) for n in ('n_epoch', 'lr', 'codes_scale', 'wd') if n in kw}
+    adapts,rate = kw.pop('adapt', ()),{n:kw.pop(n) for n in ('adapt_lr',) if n in kw}
     start,learners = time.perf_counter(),[]
     for i in range(n_nets if how else 1):
         learners.append(learn := kshot_learner(bench.dls(), bench.supernet, seed=seed + 1000*i, **kw))
@@ -73,7 +74,8 @@ def train_run(
     cost = dict(updates=len(steps) - steps.count('codes'), images=len(steps)*learn.dls.train.bs,
                 seconds=trained-start, search_seconds=time.perf_counter()-trained)
     spread = float(learn.code_recorder.spread)
-    return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(), spread=spread, **cost)
+    adapted = {n:learn.eval_archs(archs, progress=False, adapt=n, **rate).to_dict('list') for n in adapts}
+    return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(), spread=spread, adapted=adapted, **cost)
 
 # %% ../../nbs/study/49_baselines.ipynb #74addbd6
 def ablate(
@@ -98,11 +100,12 @@ def ablate(
 
 def _row(bench, archs, name, seed, result) -> dict:
     "What a table says of one result"
-    pred,loss = np.array(result.pop('pred')),np.array(result.pop('loss'))
+    pred,loss,adapted = np.array(result.pop('pred')),np.array(result.pop('loss')),result.pop('adapted', {})
     table = bench.report(pred, archs, n_boot=0).table.value['prediction']
     by_loss = bench.report(-loss, archs, n_boot=0).tau
+    after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau for n,o in adapted.items()}
     measures = table[['tau', 'rho', 'high_tau', 'top_k', 'regret']]
-    return dict(run=name, seed=seed, **measures, tau_loss=by_loss, accuracy=pred.mean(), **result)
+    return dict(run=name, seed=seed, **measures, tau_loss=by_loss, **after, accuracy=pred.mean(), **result)
 
 # %% ../../nbs/study/49_baselines.ipynb #13101a5b
 def _file(folder, bench, name, run, seed, archs) -> Path:
@@ -127,7 +130,7 @@ def _work(bench, run, seed, archs, file, checkpoints):
 def _check_run(bench, name, run):
     "Refuse settings that nothing would read, before anything is trained"
     readers = kshot_learner,KShotLearner.fit_kshot,Supernet,bench.supernet
-    known = {'ensemble', *(n for f in readers for n in inspect.signature(f).parameters)}
+    known = {'ensemble', 'adapt', 'adapt_lr', *(n for f in readers for n in inspect.signature(f).parameters)}
     if unknown := set(run) - known:
         raise ValueError(f"the run {name!r} has settings that nobody knows: {', '.join(sorted(unknown))}; "
                          f"known are {', '.join(sorted(known))}")
