@@ -39,7 +39,8 @@ for file in sys.argv[1:]:
 # %% ../nbs/41_card.ipynb #2af1c767
 _meaning = dict(borrowed='with weights borrowed from the supernet: for ranking architectures, '
                          'not what the network is capable of',
-                retrained='after training on its own; averaged weights, those that are exported')
+                retrained='after training on its own; averaged weights, those that are exported',
+                int8='the same network with whole numbers of 8 bits, in a file of its own')
 
 def _version(name):
     "The installed version of a package"
@@ -50,7 +51,7 @@ def model_card(
     path,                  # file to write, `.md` or `.json`
     arch:Arch,             # the architecture
     space:SearchSpace,     # its space
-    accuracy:dict,         # by what it means: 'borrowed', 'retrained' or both
+    accuracy:dict,         # by what it means: 'borrowed', 'retrained', 'int8'
     data:str,              # name of the dataset
     n_train:int,           # images trained on
     n_valid:int,           # images the accuracy was measured on
@@ -60,7 +61,7 @@ def model_card(
     params:int=None,       # number of parameters
     max_flops:float=None,  # budget of the search
     recipe:dict=None,      # how it was trained: `learn.recipe`, and more
-    classes:int=None,      # number of classes: the accuracy of guessing stands beside the network's
+    chance:float=None,     # accuracy of always saying the most frequent class, to compare with
     balanced:float=None,   # accuracy with every class counting the same
     use:str=None           # code that uses the network, see use_script
 ) -> dict:                 # what was written
@@ -75,7 +76,7 @@ def model_card(
                 accuracy={k:measured(k, a) for k,a in accuracy.items()},
                 data=dict(name=data, training_images=n_train, validation_images=n_valid, seen_by_search=not held_out),
                 seeds=seeds, recipe=recipe or {}, versions=dict(python=platform.python_version()), use=use)
-    if classes: card['accuracy_of_guessing'] = round(1/classes, 4)
+    if chance is not None: card['accuracy_by_chance'] = round(float(chance), 4)
     if balanced is not None: card['balanced_accuracy'] = round(float(balanced), 4)
     card['versions'] |= {m:_version(m) for m in ('kshot_nas', 'torch', 'fastai')}
     text = _markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n'
@@ -101,8 +102,8 @@ def _value(o):
 def _markdown(card):
     "`card` to be read"
     data = card['data']
-    note = ('These images also guided the search, so the accuracy flatters.' if data['seen_by_search']
-            else 'The search has not seen these images.')
+    note = ('These images also decided between networks, so the accuracy flatters.' if data['seen_by_search']
+            else 'Nothing was decided by these images.')
     rows = [(k, f"{a['value']:.4f}", f"{a['standard_error']:.4f}", a['meaning']) for k,a in card['accuracy'].items()]
     apart = 'architecture', 'accuracy', 'data', 'use'
     rest = [(k.replace('_', ' '), _value(v)) for k,v in card.items() if k not in apart]

@@ -6,7 +6,7 @@
 __all__ = ['distance', 'spread_out', 'halving_rounds', 'halve', 'equal_cost', 'Trainings', 'Finalists', 'plot_finals']
 
 # %% ../nbs/39_finalists.ipynb #621a309b
-import hashlib, tempfile
+import hashlib, os, tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from fastcore.basics import patch
 from .check import instance, whole
 from .checkpoint import published
 from .cost import CostTable
+from .evaluate import _end_with
 from .problem import direction
 from .result import SearchResult
 from .retrain import RetrainLearner, retrain_learner
@@ -74,13 +75,16 @@ def equal_cost(
     seed:int=0              # decides which are drawn
 ) -> list:
     "For each of `archs` another architecture, drawn at random, that costs about the same"
-    res,most = [],float('inf') if max_flops is None else max_flops
+    res,(least,most) = [],table.flops_range()
+    most = min(most, max_flops or most)
     for i,(arch,flops) in enumerate(zip(archs, table.flops(archs).tolist())):
-        for share in (0.05, 0.1, 0.2, 0.5, 1.):
-            try: drawn = table.sample_under(50, min(flops*(1+share), most), flops*(1-share), seed=1000*seed + i)
+        for share in (0.05, 0.1, 0.2, 0.5, 1., most/least):
+            low,high = max(flops*(1-share), least),min(flops*(1+share), most)
+            try: drawn = table.sample_under(50, high, low, seed=1000*seed + i)
             except ValueError: continue                         # there are none
             if new := [a for a in drawn if a not in archs and a not in res]: break
-        else: raise ValueError(f"there is no other architecture that costs about as much as {arch}: use fewer")
+        else: raise ValueError(f"there are no {2*len(archs)} architectures within {most:,} multiply-adds, which "
+                               f"{len(archs)} finalists and as many others would be: use fewer")
         res.append(new[0])
     return res
 
@@ -108,9 +112,9 @@ class Trainings:
         cbs = self.follow(arch, n_epoch, seed) if self.follow else None
         return _train(self.dls, self.make(arch), n_epoch, seed, self.at(arch, n_epoch, seed), self.kwargs, cbs)
 
-def _train(dls, model, n_epoch, seed, folder, kwargs, cbs=None, threads=None):
-    "Train a network, or what is left of its training, and write its curve"
-    if threads: torch.set_num_threads(threads)
+def _train(dls, model, n_epoch, seed, folder, kwargs, cbs=None, threads=None, pid=None):
+    "Train a network, or what is left of its training, and write its curve; `threads` and `pid` are for processes"
+    if threads: torch.set_num_threads(threads), _end_with(pid)
     learn = retrain_learner(dls, model, seed=seed, **kwargs)
     with learn.no_bar(), learn.no_logging(): learn.fit_retrain(n_epoch, checkpoint=folder, keep=1, cbs=cbs)
     curve = pd.DataFrame(list(map(list, learn.recorder.values)), columns=list(learn.recorder.metric_names)[1:-1])
@@ -126,7 +130,7 @@ def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
     if self.workers == 1 or len(todo) < 2:
         for a in todo: self.learner(a, n_epoch, seed)
     else:
-        rest = self.kwargs,None,torch.get_num_threads()
+        rest = self.kwargs,None,torch.get_num_threads(),os.getpid()
         jobs = [(self.dls, self.make(a), n_epoch, seed, self.at(a, n_epoch, seed), *rest) for a in todo]
         joblib.Parallel(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
     return [pd.read_csv(f).assign(arch=a, n_epoch=n_epoch, seed=seed) for a,f in zip(archs, files)]

@@ -8,7 +8,6 @@ __all__ = ['read_number', 'make_parser', 'main']
 # %% ../../nbs/app/65_cli.ipynb #b8836a87
 import argparse, logging, os, shlex, shutil, signal, sys, threading, unicodedata, warnings
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 try: import fcntl
@@ -42,14 +41,16 @@ _options = {
         ('--bs', 'N', int, 'images in a batch (default: 64)'),
         ('--pop', 'N', int, 'architectures evaluated in a generation (default: 50)'),
         ('--gens', 'N', int, 'generations of the search (default: 20)'),
-        ('--retrain-epochs', 'N', int, 'epochs for each network trained alone (default: 30)'),
-        ('--trials', 'N', int, 'trainings of the winner, and random architectures to compare with (default: 1)'),
+        ('--finalists', 'N', int, 'of the search, trained alone to take the best; as many random ones (default: 5)'),
+        ('--retrain-epochs', 'N', int, 'epochs for each network trained alone in full (default: 30)'),
+        ('--trials', 'N', int, 'trainings of the winner, and of the best random one, in full (default: 1)'),
         ('--seed', 'N', int, 'another seed, another run (default: 0)')],
     'where and how': [
         ('--out', 'FOLDER', str, 'folder for the results (default: runs/ and the name of the data)'),
         ('--resume', None, None, 'go on with the run in --out, with the settings it was started with'),
         ('--dry-run', None, None, 'check data, space, budget, memory and disk, print the plan, and stop'),
-        ('--onnx', None, None, 'also write the network as model.onnx'),
+        ('--onnx', None, None, 'insist on model.onnx, which else is written if the packages for it are there'),
+        ('--int8', None, None, 'also write model_int8.onnx, with numbers of 8 bits'),
         ('--device', 'DEVICE', str, 'cpu, cuda, cuda:1, ... (default: a GPU if there is one)'),
         ('--workers', 'N', int, 'processes that load images and evaluate architectures (default: 1)')]}
 
@@ -64,7 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
         usage='%(prog)s [--data FOLDER] [--max-flops 330M] [more options]',
         description="Find the best network for your images within a compute budget, and say why to believe it.\n"
                     "Without --data: on handwritten digits that come with the library, in about three minutes.",
-        epilog="A run that was interrupted goes on with the same command, or with: kshot_search --resume --out FOLDER")
+        epilog="A run that was interrupted goes on with the same command, or with: kshot_search --resume --out FOLDER\n"
+               "More --gens, --finalists or --trials extend a run that has ended.")
     for title,options in _options.items():
         group = p.add_argument_group(title)
         for name,metavar,kind,text in options:
@@ -75,7 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
 # %% ../../nbs/app/65_cli.ipynb #0317cd2c
 def _given(args:dict) -> dict:
     "What was said about the settings"
-    others = 'out', 'resume', 'dry_run', 'onnx', 'device', 'workers'
+    others = 'out', 'resume', 'dry_run', 'onnx', 'int8', 'device', 'workers'
     given = {k:v for k,v in args.items() if k not in others}
     return {**given, 'data': str(Path(given['data']).absolute())} if 'data' in given else given
 
@@ -94,14 +96,15 @@ def _prepare(args:dict) -> tuple:
     if ':' in space and given.get('space') != space: raise ValueError(
         f"the run in {folder} wants to run the code {space}: if you trust it, say so with --space {shlex.quote(space)}")
     if workers < 1: raise ValueError(f'workers must be at least 1; got {workers}')
-    if args.get('onnx'): _check_onnx()
+    if args.get('onnx') or args.get('int8'): _check_onnx()
     plan = make_plan(complete(there or settings), args.get('device'), workers, check=there is None)
     plan.check_resources(shutil.disk_usage(files.above).free if there is None else float('inf'))
     return plan,folder,there is not None
 
 def _check_onnx():
-    if missing := [m for m in ('onnx', 'onnxscript', 'onnxruntime') if find_spec(m) is None]:
-        raise ValueError(f"--onnx needs {', '.join(missing)}: pip install 'kshot_nas[onnx]'")
+    from kshot_nas.export import missing_for_onnx
+    if missing := missing_for_onnx():
+        raise ValueError(f"ONNX needs {', '.join(missing)}: pip install 'kshot_nas[onnx]'")
 
 # %% ../../nbs/app/65_cli.ipynb #73a581a7
 @contextmanager
@@ -147,12 +150,13 @@ def _logged(folder):
 # %% ../../nbs/app/65_cli.ipynb #adf4984e
 def _carry_out(plan, folder, args, command, signals) -> int:
     "Run what is left of the plan, and write the report"
+    from kshot_nas.app.plan import short
     from kshot_nas.app.report import is_current, write_report
     from kshot_nas.app.run import Run, log
     def say(text):
         log.info(text)
         _show('  ' + text)
-    run = Run(plan, folder, args.get('workers', 1), args.get('onnx', False), progress=sys.stdout.isatty(), say=say)
+    run = Run(plan, folder, args.get('workers', 1), args.get('onnx'), args.get('int8', False), sys.stdout.isatty(), say)
     run.start(command)
     try:
         log.info(f'{command}\n{plan}')
@@ -163,7 +167,12 @@ def _carry_out(plan, folder, args, command, signals) -> int:
         log.exception('this went wrong')
         _complain(f"{_why(e)}. Details are in {folder/'log.txt'}; to go on: {_again(folder)}")
         return 1
-    _show(f"\n{folder/'report.html'} has the report, {folder/'model.pt'} the network")
+    network = folder/('model.onnx' if 'model.onnx' in run.more else 'model.pt')
+    _show(f"\n{folder/'report.html'} has the report, {network} the network")
+    if 'use.py' in run.more: _show(f"To use it: python {shlex.quote(str(folder/'use.py'))} IMAGE ...")
+    else: _show("For a file that needs no PyTorch: pip install 'kshot_nas[onnx]', and the same command again")
+    size = sum(p.stat().st_size for p in (folder/'checkpoints').rglob('*') if p.is_file())
+    _show(f"{folder/'checkpoints'}, {short(size, 'B')}, is only needed to extend the run")
     return 0
 
 # %% ../../nbs/app/65_cli.ipynb #c381fd79

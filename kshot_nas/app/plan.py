@@ -19,6 +19,7 @@ from .task import Task, digits_task, folder_task, image_size
 from ..check import number, one_of, whole
 from ..cost import CostTable
 from ..data import supernet_for
+from ..finalists import halving_rounds
 from ..learner import kshot_learner
 from ..score import KShotLearner
 from ..space import Arch
@@ -26,8 +27,8 @@ from ..supernet import Supernet
 
 # %% ../../nbs/app/62_plan.ipynb #27625763
 _base   = dict(data='digits', valid_pct=20, size=None, augment=False, space='tiny', max_flops=None, preset=None,
-               k=8, epochs=30, lr=0.1, bs=64, pop=50, gens=20, retrain_epochs=30, trials=1, seed=0)
-_digits = dict(size=8, epochs=20, bs=50, gens=10, retrain_epochs=5, trials=3)    # three minutes on two cores
+               k=8, epochs=30, lr=0.1, bs=64, pop=50, gens=20, finalists=5, retrain_epochs=30, trials=1, seed=0)
+_digits = dict(size=8, epochs=20, bs=50, gens=10, finalists=3, retrain_epochs=5, trials=3)      # two minutes on two cores
 _paper  = dict(space='mobilenet', size=224, augment=True, max_flops=330_000_000,
                epochs=120, lr=0.12, bs=1024, retrain_epochs=350)
 
@@ -42,7 +43,8 @@ def complete(
     for name in ('data', 'space'):
         if not isinstance(res[name], str): raise ValueError(f"{name} must be a name; got {res[name]!r:.100}")
     if res['size'] is None: res['size'] = image_size(res['space'])
-    for name in ('size', 'epochs', 'bs', 'pop', 'gens', 'retrain_epochs', 'trials', 'k'): whole(res[name], name, 1)
+    for name in ('size', 'epochs', 'bs', 'pop', 'gens', 'finalists', 'retrain_epochs', 'trials', 'k'):
+        whole(res[name], name, 1)
     whole(res['seed'], 'seed')
     number(res['valid_pct'], 'valid_pct, a percentage,', above=0, below=100)
     number(res['lr'], 'lr', above=0)
@@ -166,8 +168,10 @@ def __str__(self:Plan):
               f"{counted(s['epochs'], 'epoch')} of {batches} of {s['bs']}",
         rank='50 architectures drawn at random' if truth is None else f"{archs(len(truth))} whose truth is known",
         search=f"{counted(s['gens'], 'generation')} of {archs(s['pop'])}",
-        retrain=f"the winner and an architecture of equal cost drawn at random, {s['trials']} each, "
-                f"for {counted(s['retrain_epochs'], 'epoch')}",
+        finals=f"the first {s['finalists']}, and as many drawn at random of equal cost, trained alone: "
+               + ', '.join(f'{m} for {counted(e, "epoch")}' for m,e in halving_rounds(s['finalists'], s['retrain_epochs'])),
+        retrain=f"the best of both, for {counted(s['retrain_epochs'], 'epoch')}, "
+                f"with {counted(s['trials'], 'seed')} each",
         needs=f"about {short(self.memory, 'B')} of memory and {short(self.disk, 'B')} of disk")
     return '\n'.join(f'  {k:8} {v}' for k,v in rows.items())
 

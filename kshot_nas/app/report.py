@@ -19,11 +19,14 @@ from fastcore.basics import patch
 from fastcore.xml import (FT, B, Body, Code, Details, Div, Figcaption, Figure, H1, H2, H3, Head, Html, I, Li, Meta, Ol,
     P, Pre, Safe, Section, Small, Span, Style, Summary, Table, Tbody, Td, Th, Thead, Title, Tr, to_xml)
 from matplotlib.colors import to_hex
+from matplotlib.ticker import MaxNLocator
 from pandas.api.types import is_numeric_dtype
 
 from .folder import Results
 from .plan import counted, short
+from ..card import use_script
 from ..checkpoint import file_digest, published
+from ..finalists import plot_finals
 from ..simplex import plot_codes
 from ..space import Arch, SearchSpace
 
@@ -32,7 +35,7 @@ def _percent(x): return f'{100*x:.1f}%'
 
 @patch
 def difference(self:Results) -> tuple:
-    "Points by which the winner is better than random architectures of equal cost, and their standard error"
+    "Points by which the winner is better than the best random architecture of equal cost, and their standard error"
     win,lose,(n,_) = self.retrained('winner'),self.retrained('random'),self.judged_on
     p = win.mean()
     images = 2*p*(1-p)/n                                                                # chance in the images
@@ -44,26 +47,37 @@ def verdict(self:Results) -> str:
     "The outcome in a few sentences"
     win,lose,(n,kind),(diff,error) = self.retrained('winner'),self.retrained('random'),self.judged_on,self.difference()
     better = 'better than' if diff > 2*error else 'worse than' if diff < -2*error else 'not clearly different from'
-    many = f'{len(lose)} architectures' if len(lose) > 1 else 'an architecture'
+    many = (self.finals[self.finals.role == 'random']['round'] == 1).sum()
+    others = f'the best of {many} architectures' if many > 1 else 'an architecture'
     doubt = '' if len(win) > 1 else ' from the images alone: one training each says little'
     return (f"Trained alone, the architecture that was found reaches {_percent(win.mean())} on {n:,} {kind} images: "
-            f"{better} {many} of equal cost drawn at random, with {_percent(lose.mean())} "
-            f"({diff:+.1f} points, with a standard error of {error:.1f}{doubt}).")
+            f"{better} {others} of equal cost drawn at random, with {_percent(lose.mean())} "
+            f"({diff:+.1f} points, with a standard error of {error:.1f}{doubt}).{self._beside_chance(win.mean(), n)}")
+
+@patch
+def _beside_chance(self:Results, p, n) -> str:
+    "What the accuracy of always saying the most frequent class means for `p`"
+    chance = self.data.get('chance')
+    if chance is None: return ''
+    said = f" To say always the most frequent class gives {_percent(chance)}"
+    if p - chance > 2*math.sqrt(chance*(1-chance)/n): return said + '.'
+    return said + ': the network has learned nothing worth the name. More epochs, more images or a larger budget may help.'
 
 # %% ../../nbs/app/64_report.ipynb #6f0a76e3
 @patch
 def plot_retrained(self:Results, ax:plt.Axes=None) -> plt.Axes:
-    "Accuracies after training alone: of the winner, and of random architectures that cost the same"
+    "Accuracies after training alone: of the winner, and of the best random architecture that costs the same"
     ax = ax or plt.subplots(figsize=(5.4, 2))[1]
-    for y,(role,c) in enumerate((('random', '0.5'), ('winner', 'C3'))):
+    for y,(role,c) in enumerate((('random', '0.5'), ('winner', 'C0'))):
         x = self.retrained(role)
         ax.plot(x, [y]*len(x), 'o', c=c, ms=9, alpha=0.7)
         ax.plot([x.mean()]*2, [y-0.25, y+0.25], c=c, lw=2)
         ax.annotate(_percent(x.mean()), (x.mean(), y+0.3), ha='center', fontsize=9)
-    ax.set(yticks=[0, 1], yticklabels=['random, at equal cost', 'winner'], ylim=(-0.5, 1.7),
+    ax.set(yticks=[0, 1], yticklabels=['best random', 'winner'], ylim=(-0.5, 1.7),
            xlabel=f'accuracy on {self.judged_on[1]} images after training alone')
     ax.grid(axis='x', alpha=0.3)
     ax.margins(x=0.15)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
     return ax
 
 # %% ../../nbs/app/64_report.ipynb #59532410
@@ -86,7 +100,8 @@ def show_table(
     widest = [0 if a else min(28, max(map(len, xs), default=0)) for a,xs in zip(align, columns.values())]
     head = [Th(c, scope='col', style=f'min-width:{w}ch') for c,w in zip(columns, widest)]    # no columns of letters
     body = [Tr(*[Td(x, cls=a) for x,a in zip(row, align)]) for row in zip(*columns.values())]
-    table = Div(Table(Thead(Tr(*head)), Tbody(*body)), cls='scroll')
+    fold = fold or len(df) > 20
+    table = Div(Table(Thead(Tr(*head)), Tbody(*body)), cls='scroll tall' if fold else 'scroll')
     return Details(Summary(caption), table) if fold else Div(P(caption, cls='caption'), table)
 
 # %% ../../nbs/app/64_report.ipynb #e7a1d28c
@@ -113,39 +128,40 @@ def svg_figure(
     return Figure(Div(Safe(svg), role='img', aria_label=caption), Figcaption(caption))
 
 # %% ../../nbs/app/64_report.ipynb #df7f2f60
-def _paint(i:int) -> str:
-    "The style of a tile for the operation `i`"
-    color = plt.get_cmap('tab20')(i % 20)
-    ink = 'white' if np.dot(color[:3], (0.3, 0.59, 0.11)) < 0.5 else 'black'
-    return f'background:{to_hex(color)};color:{ink}'
+def _paints(space:SearchSpace) -> dict:
+    "The style of a tile, by the name of its operation: the colours of `space.draw`, on white"
+    kinds = list(dict.fromkeys(n for layer in space.ops for n in layer))
+    colors = plt.get_cmap('tab20' if len(kinds) <= 20 else 'turbo')(np.linspace(0, 1, len(kinds) or 1))
+    return {n:f'background:{to_hex(1 - 0.6*(1-c[:3]))};color:black' for n,c in zip(kinds, colors)}
 
 def arch_tiles(space:SearchSpace, arch:Arch) -> FT:
     "`arch` as a row of tiles: the operation of each layer, and each width as a bar"
     ops,widths = space.names(arch).values()
-    kinds = list(dict.fromkeys(n for layer in space.ops for n in layer))
-    tiles = [Li(Small(str(i)), n, style=_paint(kinds.index(n))) for i,n in enumerate(ops)]
+    paints = _paints(space)
+    tiles = [Li(Small(str(i)), n, style=paints[n]) for i,n in enumerate(ops)]
     bars = [Li(Small(str(i)), I(B(style=f'height:{100*w:g}%')), f'{w:g}') for i,w in enumerate(widths)]
     rows = [('Operations', tiles, 'ops'), ('Widths', bars, 'widths')]
     return Div(*[Div(H3(title), Ol(*items, cls=cls)) for title,items,cls in rows if items])
 
 # %% ../../nbs/app/64_report.ipynb #de18eeab
 def _summary(r:Results) -> FT:
-    best,n = r.result.ranking.iloc[0],len(r.result.history)
+    best,n = r.trials[r.trials.role == 'winner'].iloc[0],len(r.result.history)
     tiles = [(_percent(r.retrained('winner').mean()), 'accuracy of the winner, trained alone'),
-             (_percent(r.retrained('random').mean()), 'random, at equal cost'),
+             (_percent(r.retrained('random').mean()), 'the best random one, at equal cost'),
              (short(best.flops), f"multiply-adds; {short(r.settings['max_flops'])} allowed"),
              (short(best.params), 'parameters'), (f'{n:,}', f"evaluated of {counted(r.space.size, 'architecture')}")]
     if r.ranking: tiles.append((f'{r.ranking.tau:.2f}', "Kendall's tau of the ranking with the truth"))
     return Section(Div(*[Div(B(value), Span(text)) for value,text in tiles], cls='tiles'), P(r.verdict(), cls='lead'))
 
 def _architecture(r:Results) -> FT:
-    tiles = arch_tiles(r.space, r.result.best)
-    return Section(H2('The architecture that was found'), tiles, P('By its indices: ', Code(str(r.result.best))))
+    place = 1 + list(r.result.ranking.arch).index(r.winner)
+    text = f'By its indices: {r.winner}. The search had it in place {place:,} of {len(r.result.ranking):,}.'
+    return Section(H2('The architecture that was found'), arch_tiles(r.space, r.winner), P(text))
 
 def _search(r:Results) -> FT:
     res,some,columns = r.result,r.ranked.accuracy,['arch', 'accuracy', 'flops', 'params', 'generation']
     text = ("Accuracies in this part are with borrowed weights: good for comparing architectures, not what a network "
-            f"is capable of. The winner has {res.ranking.accuracy.iloc[0]:.4f}; {len(some)} architectures that were "
+            f"is capable of. The first has {res.ranking.accuracy.iloc[0]:.4f}; {len(some)} architectures that were "
             f"evaluated before the search have {some.mean():.4f} on average and {some.max():.4f} at best.")
     pareto = 'Accuracy against cost, and the Pareto front; generation 0 was not searched for'
     return Section(H2('The search'), P(text),
@@ -155,17 +171,27 @@ def _search(r:Results) -> FT:
         show_table(res.ranking[columns], f'All {len(res.ranking):,} evaluations, the best first', fold=True))
 
 # %% ../../nbs/app/64_report.ipynb #e78777cc
+def _finals(r:Results) -> FT:
+    names = dict(n_epoch='epochs', accuracy='accuracy with borrowed weights', retrained='validation accuracy')
+    text = ("The order of the first in a ranking is mostly chance, so several of them were trained from scratch: all for "
+            "a short time, the better half for longer. As many architectures of equal cost, drawn at random, got the same "
+            "trainings. Validation images decided.")
+    columns = ['role', 'round', 'n_epoch', 'arch', 'flops', 'accuracy', 'retrained', 'kept']
+    table = r.finals[columns].assign(kept=r.finals.kept.map({True: 'yes', False: 'no'})).rename(columns=names)
+    figure = svg_figure(lambda ax: plot_finals(r.curves, r.finals, ax=ax), 'Every training of the finals')
+    return Section(H2('The finals'), P(text), Div(figure, cls='figures'), show_table(table, 'Each training', fold=True))
+
 def _retraining(r:Results) -> FT:
     names = dict(accuracy='accuracy with borrowed weights', retrained='validation accuracy, trained alone',
                  test='test accuracy, trained alone')
     columns = ['role', 'arch', 'seed', 'flops', 'params', *(c for c in names if c in r.trials)]
-    text = ("What counts in the end: trained from scratch, with weights of its own, is the winner better than what one "
-            "would have got by drawing an architecture that costs the same? The mean is the line; the dots are single "
+    text = ("What counts in the end: trained from scratch, with weights of its own, is the winner better than the best of "
+            "as many architectures that were drawn at random and cost the same? The mean is the line; the dots are single "
             "trainings. ")
     if r.judged_on[1] == 'test': text += "Nothing was decided by the test images."
-    else: text += ("The validation images also guided the search, by borrowed weights, so the accuracy of the winner "
-                   "flatters a little; images kept apart would not.")
-    figure = svg_figure(r.plot_retrained, 'The winner, and random architectures of equal cost', (5.4, 2.2))
+    else: text += ("The validation images also guided the search, and decided the finals, so these accuracies flatter "
+                   "a little; images kept apart, in a folder test, would not.")
+    figure = svg_figure(r.plot_retrained, 'The winner, and the best random architecture of equal cost', (5.4, 2.2))
     return Section(H2('Trained alone'), P(text), Div(figure, cls='figures'),
                    show_table(r.trials[columns].rename(columns=names), 'Each training'))
 
@@ -221,13 +247,20 @@ def _cost(r:Results) -> FT:
                    P(f'FLOPs are multiply-adds of convolutions and linear layers, for one image of {shape}.'))
 
 def _again(r:Results) -> FT:
-    d,use = r.data,"from kshot_nas.export import load_model\nmodel = load_model('model.pt')"
+    d,use,acc = r.data,"from kshot_nas.export import load_model\nmodel = load_model('model.pt')",r.best['accuracy']
+    text = 'For PyTorch, with this library; pip install "kshot_nas[onnx]" and the same command give model.onnx as well:'
+    if 'use.py' in r.best['files']:
+        text = ('model.onnx takes images as they are, of any size, and needs onnxruntime, numpy and Pillow. This is use.py, '
+                f"to be called with files of images. On raw {r.judged_on[1]} images it has an accuracy of {acc['file']:.4f}.")
+        use = use_script(channels=d['shape'][0])
+    if acc.get('balanced') is not None: text += f" The mean of the accuracies of the classes is {acc['balanced']:.4f}."
+    if acc.get('int8') is not None: text += f" model_int8.onnx, with numbers of 8 bits, has {acc['int8']:.4f}."
     classes = ', '.join(d['classes'][:50]) + ', ...'*(len(d['classes']) > 50)
     images = f"{d['train']:,} for training, {d['valid']:,} for validation, {d['test']:,} for testing"
     versions = {f'version of {k}':v for k,v in r.config['versions'].items()}
     facts = {**r.settings, 'classes': classes, 'images': images, **versions}
     table = pd.DataFrame([(k.replace('_', ' '), _text(v)) for k,v in facts.items()], columns=['what', 'value'])
-    return Section(H2('To use it, and to do it again'), Pre(use), Pre(r.config['command']),
+    return Section(H2('To use it, and to do it again'), P(text), Pre(use), P('To do it again:'), Pre(r.config['command']),
                    show_table(table, 'All settings', fold=True))
 
 # %% ../../nbs/app/64_report.ipynb #68754544
@@ -246,7 +279,7 @@ def write_report(
                 Meta(name='viewport', content='width=device-width,initial-scale=1'),
                 Meta(name='made-of', content=_made_of(folder)),
                 Title(title), Style(Safe(css)))
-    sections = _summary, _architecture, _search, _retraining, _belief, _training, _cost, _again
+    sections = _summary, _architecture, _search, _finals, _retraining, _belief, _training, _cost, _again
     budget = f"within {r.settings['max_flops']:,} multiply-adds, found by kshot_search"
     body = Body(H1(title), P(budget, cls='sub'), *[section(r) for section in sections])
     page = to_xml(Html(head, body, lang='en'), indent=False)
