@@ -21,7 +21,7 @@ from torchvision import models
 
 from .check import instance, one_of, whole
 from .choices import Choices, OpChoice, WidthChoice, skeleton
-from .convert import kshotify
+from .convert import check_layers, kshotify
 from .space import Arch
 from .supernet import Supernet, check_shape
 
@@ -37,7 +37,7 @@ class _Calls:
         def before(m, args, kwargs):
             self.order.append(names[m])
             self.args[m] = [a.clone() if isinstance(a, Tensor) else a for a in args],kwargs
-        def after(m, args, out): self.out[m] = out
+        def after(m, args, out): self.out[m] = out.clone() if isinstance(out, Tensor) else out
         hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in names]
         hooks += [m.register_forward_hook(after) for m in names]
         try: self.result = model(x)
@@ -72,9 +72,10 @@ def check_model(
 ) -> tuple:          # shape of an input as small as the network takes
     "Refuse a network that is not a fixed sequence of layers from one tensor to another"
     name,model,gen = type(instance(model, 'model', nn.Module)).__name__,copy.deepcopy(model),torch.Generator()
+    before = copy.deepcopy(model.state_dict())
     _run(model.eval(), torch.randn(1, *in_shape, generator=gen.manual_seed(0)))
     small = _small(model, in_shape)
-    x,before = torch.randn(2, *small, generator=gen),copy.deepcopy(model.state_dict())
+    x = torch.randn(2, *small, generator=gen)
     first,again,other = (_run(model, o) for o in (x, x, -3*x.flip(-1)))
     if changed := [n for n,v in model.state_dict().items() if not torch.equal(v, before[n])]:
         raise ValueError(f"the forward pass of {name} writes to {changed[0]} in evaluation: {_by_hand}")
@@ -97,7 +98,7 @@ class Channels:
         in_shape:tuple   # shape of one input
     ):
         self.net,self.gen = copy.deepcopy(model).eval(),torch.Generator().manual_seed(0)
-        self.names,self.labels,self.given,self.probing = {m:n for n,m in self.net.named_modules()},{},{},None
+        self.names,self.labels,self.base = {m:n for n,m in self.net.named_modules()},{},{}
         real = _Calls(self.net, torch.randn(1, *in_shape, generator=self.gen))
         self.x,self.times = self._rand(1, *in_shape),Counter(real.order)
         self.net.double()
@@ -108,14 +109,14 @@ class Channels:
             elif isinstance(m, _norms): self._hand_on(m)
             elif isinstance(m, _makers): self._label(m)
             else: self._vary(m)
+        self.probing = lambda m,x: self.base.setdefault(m, []).append(x.clone())    # what layers are given
         self.read,self.calls = read,_Calls(self.net, self.x)
-        self.base = self.given
+        self.probing = None
         self.blocks = self._blocks()
         self.makers = [m for m in self.calls.out if m in self.labels and _groups(m) == 1]      # in the order they run
 
     def _rand(self, *shape): return torch.rand(*shape, generator=self.gen, dtype=torch.float64)*0.5 + 0.75
     def _note(self, m, x):
-        self.given.setdefault(m, []).append(x)
         if self.probing: self.probing(m, x)
 
 def _n_out(m): return getattr(m, 'out_channels', getattr(m, 'out_features', None))
@@ -203,12 +204,13 @@ def follow(self:Channels,
         if not changed.any(): return
         if c in self.read: raise _Stop(f'read by {self.names[c]}, which can\'t be cut')
         per = changed.sum().item()/(n - start)
-        if per % 1 or not changed[-int(per)*(n - start):].all() or isinstance(c, nn.GroupNorm) and c.num_groups > 1:
+        apart = not per % 1 and per*n <= len(changed) and changed[-int(per)*(n - start):].all()
+        if not apart or isinstance(c, nn.GroupNorm) and c.num_groups > 1:
             raise _Stop(f'{self.names[c]} needs all of them, or has them split, shuffled or beside others')
         reads[c] = int(per)
     def check_block(b, args, out):
         if not torch.equal(out, self.calls.out[b]): raise _Stop('runs in the shortcut around blocks')
-    hooks,self.given,self.probing = [b.register_forward_hook(check_block) for b in self.blocks],{},check
+    hooks,self.probing = [b.register_forward_hook(check_block) for b in self.blocks],check
     self.labels[m] = torch.cat([own[:start], own[start:]*1.1])
     try:
         with torch.no_grad(): same = torch.equal(self.net(self.x), self.calls.result)
@@ -273,10 +275,12 @@ def elastic_plan(
     model:nn.Module,     # any network
     in_shape:tuple=None, # shape of one input; that of images of 224 pixels if None
     widths:Iterable=(0.25, 0.5, 0.75, 1.0), # ratios to which channels may be cut; None for none
-    depth:bool=True      # may blocks be left out?
+    depth:bool=True,     # may blocks be left out?
+    skip:tuple=()        # types of layers that have no K-shot form, to be shared by all paths
 ) -> ElasticPlan:
     "What can be chosen in `model`"
     in_shape = check_shape(_guess_shape(model) if in_shape is None else in_shape)
+    check_layers(model, skip)
     channels = Channels(model, small := check_model(model, in_shape))
     name,left,found = channels.names,{},{}
     for m in channels.makers if widths else ():
@@ -287,7 +291,7 @@ def elastic_plan(
     choices = [[_cut(g, found, channels) for g in gs] for gs in ties]
     plan = ElasticPlan(in_shape, [name[b] for b in channels.blocks if depth], choices, left)
     _list_blocks(plan, channels, depth)
-    _try(model, plan, widths, small)
+    _try(model, plan, widths, small, skip)
     return plan
 
 def _cut(group, found, channels):
@@ -323,15 +327,17 @@ def _marked(model, plan, widths):
     return model
 
 @torch.no_grad()
-def _try(model, plan, widths, in_shape):
+def _try(model, plan, widths, in_shape, skip):
     "Take out of `plan` what does not run"
     def run(blocks, choices):
         one = ElasticPlan(plan.in_shape, blocks, choices, {})
         if not blocks and not choices: return
-        net = kshotify(_marked(model, one, widths), 1, noise=0.).eval()
+        net = kshotify(_marked(model, one, widths), 1, noise=0., skip=skip).eval()
         parts = Choices(net)
-        parts.switch(Arch([1]*len(parts), [0]*len(parts.cuts)))
-        try: net(torch.zeros(2, *in_shape))
+        try:
+            for op in (0, 1):                                                   # with all blocks, and without them
+                parts.switch(Arch([op]*len(parts), [0]*len(parts.cuts)))
+                net(torch.zeros(2, *in_shape))
         except Exception as e: return f'does not run with fewer ({(str(e).splitlines() or [type(e).__name__])[0]:.80})'
     if run(plan.blocks, plan.choices) is None: return
     for b in list(plan.blocks):
@@ -352,15 +358,16 @@ def elastic_supernet(
     in_shape:tuple=None, # shape of one input; that of images of 224 pixels if None
     order:str=None,      # which filters a cut keeps: see order_filters; the first ones if None
     noise:float=0.1,     # how much the items differ at the start: see kshotify
-    running:bool=False   # keep the running statistics of batch norms, instead of using the batch's?
+    running:bool=False,  # keep the running statistics of batch norms, instead of using the batch's?
+    skip:tuple=()        # types of layers that have no K-shot form, to be shared by all paths
 ) -> Supernet:           # with what was found out as .plan
     "All depths and widths of `model` at once; all blocks at full width, with code 1/k, are `model` itself"
-    plan = elastic_plan(model, in_shape, widths, depth)
+    plan = elastic_plan(model, in_shape, widths, depth, skip)
     if not plan.blocks and not plan.choices: raise ValueError(
         f"there is nothing to choose in {type(model).__name__}: mark the choices by hand with OpChoice and "
         f"WidthChoice, and make a Supernet of it.\n{plan}")
     if order is not None: model = order_filters(model, plan, order)
-    net = Supernet(_marked(model, plan, widths), k, plan.in_shape, noise, running)
+    net = Supernet(_marked(model, plan, widths), k, plan.in_shape, noise, running, skip)
     net.plan = plan
     return net
 
