@@ -38,6 +38,7 @@ sets = {                                 # name: (settings by run, number of see
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, DigitsBench),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, widths),
     'signals':  ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')}, 16, SignalsBench),
+    'signals, alone': ({f'alone, {n} epochs': dict(alone=n) for n in (1, 2, 3)}, 4, SignalsBench),
     'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
     'signals, longer': ({n: methods[n]|adapted|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
 

@@ -30,7 +30,8 @@ methods = {
     'K-shot':       dict(),
     'joint':        dict(joint=True),
     'ensemble max': dict(k=1, ensemble='max'),
-    'ensemble avg': dict(k=1, ensemble='avg')}
+    'ensemble avg': dict(k=1, ensemble='avg'),
+    'alone':        dict(alone=1)}
 
 # %% ../../nbs/study/49_baselines.ipynb #e3b4c712
 def probabilities(learn, arch:Arch) -> torch.Tensor:
@@ -53,13 +54,14 @@ def ensemble_scores(
 # %% ../../nbs/study/49_baselines.ipynb #91d526bb
 def train_run(
     bench:Bench, # what to learn and to rank
-    run:dict,    # settings: arguments of kshot_learner and fit_kshot, 'ensemble', 'adapt' and 'adapt_lr'
+    run:dict,    # settings: arguments of kshot_learner and fit_kshot, 'ensemble', 'adapt', 'adapt_lr'; or 'alone'
     seed:int,    # decides all that is random
     archs:list,  # architectures to evaluate
     n_nets:int=8, # supernets in an ensemble
     checkpoint=None # folder to go on from if training is stopped; not for ensembles
 ) -> dict:       # 'pred' and 'loss', accuracy and loss of each of archs, and what all this took
     "Train a supernet and evaluate `archs` with it"
+    if 'alone' in run: return _alone(bench, run['alone'], seed, archs)
     kw = bench.settings | run
     how,fit = kw.pop('ensemble', None),{n:kw.pop(n) for n in ('n_epoch', 'lr', 'codes_scale', 'wd') if n in kw}
     adapts,rate = kw.pop('adapt', ()),{n:kw.pop(n) for n in ('adapt_lr',) if n in kw}
@@ -76,6 +78,13 @@ def train_run(
     spread = float(learn.code_recorder.spread)
     adapted = {n:learn.eval_archs(archs, progress=False, adapt=n, **rate).to_dict('list') for n in adapts}
     return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(), spread=spread, adapted=adapted, **cost)
+
+def _alone(bench, n_epoch, seed, archs) -> dict:
+    "Train every architecture from scratch for `n_epoch` epochs, with a seed that the truth has not seen"
+    start,n = time.perf_counter(),bench.sizes['train']*n_epoch*len(archs)
+    got = pd.DataFrame([bench.train_alone(a, 1000+seed, n_epoch=n_epoch) for a in archs])
+    cost = dict(updates=n//bench.recipe['bs'], images=n, seconds=0., search_seconds=time.perf_counter()-start)
+    return dict(pred=(got.valid/bench.sizes['valid']).tolist(), loss=got.loss.tolist(), spread=0., **cost)
 
 # %% ../../nbs/study/49_baselines.ipynb #74addbd6
 def ablate(
@@ -130,7 +139,7 @@ def _work(bench, run, seed, archs, file, checkpoints):
 def _check_run(bench, name, run):
     "Refuse settings that nothing would read, before anything is trained"
     readers = kshot_learner,KShotLearner.fit_kshot,Supernet,bench.supernet
-    known = {'ensemble', 'adapt', 'adapt_lr', *(n for f in readers for n in inspect.signature(f).parameters)}
+    known = {'ensemble', 'adapt', 'adapt_lr', 'alone', *(n for f in readers for n in inspect.signature(f).parameters)}
     if unknown := set(run) - known:
         raise ValueError(f"the run {name!r} has settings that nobody knows: {', '.join(sorted(unknown))}; "
                          f"known are {', '.join(sorted(known))}")

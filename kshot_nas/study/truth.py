@@ -102,16 +102,17 @@ def fresh(self:Bench,
 @patch
 def train_alone(self:Bench,
     arch:Arch,      # an architecture of the bench's space
-    seed:int        # decides initial weights and the order of the data
+    seed:int,       # decides initial weights and the order of the data
+    **recipe
 ) -> dict:          # right answers and mean loss on validation data, right answers on test data
-    "Train `arch` from scratch"
+    "Train `arch` from scratch by the bench's recipe, or what `recipe` changes of it"
     self.net.space.check(arch)                              # makes the supernet before the seed is set
     (x,y),(xv,yv),(xt,yt) = (self.data[part] for part in ('train', 'valid', 'test'))
     with one_thread():
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = self.fresh(arch)
-            train_plain(model, x, y, **self.recipe)
+            train_plain(model, x, y, **(self.recipe | recipe))
         model.eval()
         with torch.inference_mode(): valid,test = model(xv),model(xt)
     def right(out, y): return (out.argmax(1) == y).sum().item()
