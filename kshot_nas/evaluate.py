@@ -102,7 +102,7 @@ class Evaluations:
         workers:int=1,       # processes that evaluate; or else what joblib's `parallel_config` says
         seed:int=None,       # of the search, for the archive
         retry:bool=False,    # evaluate again what has failed according to the archive?
-        total:int=None       # show a bar for this many evaluations; no bar if `None`
+        total:int=None       # show a bar for this many; or a function that is told of each evaluation; no bar if `None`
     ):
         if type(workers) is not int or workers == 0:
             raise ValueError(f"workers must be an int: 1, 2, ..., or -1 for one per processor; got {workers!r}")
@@ -114,7 +114,8 @@ class Evaluations:
             if archive is not None:
                 self.archive = stack.enter_context(Archive(archive, problem.space, problem.weights, problem.settings))
             if self.archive and retry: self.archive.forget_failures()
-            if total is not None: self.bar = stack.enter_context(_Bar(total))
+            if callable(total): self.bar = _Told(total)
+            elif total is not None: self.bar = stack.enter_context(_Bar(total))
             self.evaluate = stack.enter_context(_evaluator(problem, workers))
             self.opened = stack.pop_all()
 
@@ -148,6 +149,11 @@ class _Bar:
     def __enter__(self): return self
     def __exit__(self, *error):
         if self.bar.last_v is not None: self.bar.on_interrupt()
+
+class _Told:
+    "Tells a function how many evaluations there are"
+    def __init__(self, tell): self.tell = tell
+    def show(self, run, last): self.tell(len(run.records))
 
 # %% ../nbs/29_evaluate.ipynb #a004ee50
 @patch

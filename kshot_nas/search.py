@@ -124,7 +124,7 @@ def search(
     how:str='nsga2',      # 'nsga2', 'random', or 'all' of a small space
     limits:dict=None,     # more limits: (least, most) by the name of the cost
     retry:bool=False,     # evaluate again what has failed according to the archive?
-    progress:bool=True,   # show a progress bar?
+    progress:bool=True,   # show a progress bar? Or a function that is told how many evaluations there are
     **kwargs
 ) -> SearchResult:
     "Search for the best architecture within the limits; `kwargs` are those of a learner's `arch_problem`"
@@ -133,7 +133,7 @@ def search(
     if max_flops is not None or min_flops is not None: limits = {'flops': (min_flops, max_flops), **(limits or {})}
     problem = _problem_of(problem, kwargs).within(**(limits or {}))
     problem.draw(1, np.random.default_rng(seed))                        # an error if nothing is within the limits
-    run = Evaluations(problem, archive, workers, seed, retry, _total(problem, how, pop*gens) if progress else None)
+    run = Evaluations(problem, archive, workers, seed, retry, _progress(progress, problem, how, pop*gens))
     try:
         with run: _hows[how](run, pop, gens, parents, seed)
     except KeyboardInterrupt:
@@ -152,6 +152,10 @@ def _problem_of(what, kwargs) -> ArchProblem:
         raise TypeError(f"search needs an ArchProblem, or a learner that makes one; got {type(what).__name__}")
     if kwargs: raise TypeError(f"unexpected arguments {', '.join(kwargs)}: give them to ArchProblem")
     return what
+
+def _progress(progress, problem, how, most):
+    "What `Evaluations` takes: how many architectures will be evaluated, or a function, or nothing"
+    return _total(problem, how, most) if progress is True else progress or None
 
 def _total(problem, how, most) -> int:
     "How many architectures will be evaluated"
