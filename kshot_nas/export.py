@@ -195,7 +195,7 @@ def save_model(
     **info
 ) -> Path:
     "Write `model` and its architecture; plain values in `info` are stored along"
-    model = deepcopy(check_finite(instance(model, 'model', nn.Module))).cpu()
+    model = deepcopy(check_finite(instance(model, 'model', nn.Module))).cpu().eval()
     with published(path) as tmp:
         try:
             with open(tmp, 'wb') as f: torch.save(dict(format=_format, arch=str(arch), info=info, model=model), f)

@@ -17,7 +17,7 @@ from kshot_nas.tiny import tiny_supernet
 
 command = Path(sys.executable).with_name('kshot_search')
 pytestmark = pytest.mark.skipif(not command.exists(), reason='kshot_search is not installed beside this Python')
-small = '--k 2 --epochs 3 --bs 300 --pop 6 --gens 3 --retrain-epochs 1 --trials 1'.split()
+small = '--k 2 --epochs 3 --bs 300 --pop 6 --gens 3 --finalists 2 --retrain-epochs 1 --trials 1'.split()
 
 def start(*argv, cwd):
     def listen(): signal.signal(signal.SIGINT, signal.SIG_DFL)      # whoever runs the tests in the background has made us deaf to Ctrl-C
@@ -51,13 +51,13 @@ def images(folder, classes=('cat', 'dog'), n=8):
 
 def test_leaves_everything_behind(whole):
     folder,out = whole
-    names = {'archive.sqlite', 'best.json', 'card.md', 'checkpoints', 'codes.npy', 'config.json', 'log.txt', 'model.pt', 'report.html', 'results.csv', 'training.csv'}
+    names = {'archive.sqlite', 'best.json', 'card.md', 'checkpoints', 'codes.npy', 'config.json', 'finals.csv', 'log.txt', 'model.onnx', 'model.pt', 'report.html', 'results.csv', 'training.csv', 'use.py'}
     assert {p.name for p in folder.iterdir()} == names
-    assert str(Path('runs/digits/report.html')) in out and len(figures(folder)) == 6
+    assert str(Path('runs/digits/report.html')) in out and len(figures(folder)) == 7
     assert '\r' not in out and '\x1b' not in out, 'progress bars in a log'
     config = json.loads((folder/'config.json').read_text())
     assert config['command'] == 'kshot_search ' + ' '.join(small) and config['settings']['k'] == 2
-    assert len(re.findall(r'epoch \d/3', (folder/'log.txt').read_text())) == 3
+    assert len(re.findall(r'supernet, epoch \d/3', (folder/'log.txt').read_text())) == 3
 
 def test_help_comes_at_once(tmp_path):
     status,out,err = run('--help', cwd=tmp_path)
@@ -73,7 +73,7 @@ def test_plan_is_readable(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main('--dry-run --epochs 1 --retrain-epochs 1'.split()) == 0
     out = capsys.readouterr().out
-    assert 'tiny: 1,048,576 architectures of' in out and ': 1 epoch of ' in out and 'for 1 epoch\n' in out and ' MB of disk' in out
+    assert 'tiny: 1,048,576 architectures of' in out and ': 1 epoch of ' in out and 'for 1 epoch, with' in out and ' MB of disk' in out
 
 def small_space(k, n_in, n_out, size=24): return tiny_supernet(k, n_in, n_out, size)
 
@@ -88,10 +88,10 @@ def test_own_space_has_its_own_size(capsys, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_images_of_ones_own(tmp_path):
     images(tmp_path/'pets/train', n=12); images(tmp_path/'pets/test')
-    status,out,err = run('--data', 'pets', '--size', 16, '--bs', 8, '--augment', *small[:4], '--pop', 4, '--gens', 2, '--retrain-epochs', 2, '--workers', 2, cwd=tmp_path)
+    status,out,err = run('--data', 'pets', '--size', 16, '--bs', 8, '--augment', *small[:4], '--pop', 4, '--gens', 2, '--finalists', 2, '--retrain-epochs', 2, '--workers', 2, cwd=tmp_path)
     assert (status, err) == (0, ''), err
     config = json.loads((tmp_path/'runs/pets/config.json').read_text())
-    assert config['data'] == dict(name='pets', train=19, valid=5, test=16, classes=['cat', 'dog'], shape=[3,16,16])
+    assert config['data'] == dict(name='pets', train=19, valid=5, test=16, classes=['cat', 'dog'], shape=[3,16,16], chance=0.5)
 
 # Interrupted (killed: see below) ---------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ def test_only_what_is_missing_is_made_again(whole):
     for name in 'report.html',None:
         if name: (folder/name).unlink()
         status,out,err = run('--resume', '--out', folder, cwd=folder.parent)
-        assert (status, err) == (0, '') and ('  report   ' in out) == bool(name) and '  retrain  accuracy' not in out
+        assert (status, err) == (0, '') and ('  report   ' in out) == bool(name) and '  retrain  test accuracy' not in out
     assert (folder/'report.html').read_bytes() == page
     assert all((folder/n).stat().st_mtime_ns == t for n,t in before.items() if n != 'report.html')
 
@@ -186,11 +186,11 @@ from multiprocessing import get_all_start_methods, get_context  # noqa: E402
 import pandas as pd  # noqa: E402
 
 pytestmark = [pytestmark, pytest.mark.skipif('forkserver' not in get_all_start_methods(), reason='this system cannot fork processes')]
-stages = 'train', 'rank', 'search', 'retrain', 'report'
-light  = '--k 2 --epochs 4 --bs 150 --pop 6 --gens 3 --retrain-epochs 2 --trials 1'.split()
+stages = 'train', 'rank', 'search', 'finals', 'retrain', 'report'
+light  = '--k 2 --epochs 4 --bs 150 --pop 6 --gens 3 --finalists 3 --retrain-epochs 2 --trials 2'.split()
 again  = 'kshot_search: {}; what was done is kept. Go on with: kshot_search --resume --out runs/digits\n'
 slow_to_import = ['kshot_nas.app.cli', 'kshot_nas.app.run', 'kshot_nas.study.bench', 'kshot_nas.retrain', 'torch._dynamo']
-names  = 'results.csv', 'best.json', 'training.csv', 'codes.npy', 'card.md', 'model.pt', 'report.html', 'config.json'
+names  = 'results.csv', 'finals.csv', 'best.json', 'training.csv', 'codes.npy', 'card.md', 'model.pt', 'model.onnx', 'use.py', 'report.html', 'config.json'
 
 # The job, in a process of its own ---------------------------------------------------------------------------------------------
 
@@ -427,7 +427,7 @@ def test_read_only(calm, copy):
 
 # Images that go away -------------------------------------------------------------------------------------------------------------
 
-pets = '--data pets --size 8 --bs 8 --k 2 --epochs 3 --pop 4 --gens 2 --retrain-epochs 1'.split()
+pets = '--data pets --size 8 --bs 8 --k 2 --epochs 3 --pop 4 --gens 2 --finalists 2 --retrain-epochs 1'.split()
 
 @pytest.fixture
 def pets_folder(tmp_path):
@@ -441,7 +441,7 @@ def move_away(what, epoch):
     real = Follow.after_epoch
     def after_epoch(self):
         real(self)
-        if (self.what, self.epoch) == (what, epoch): os.rename('pets', 'gone')
+        if what in self.what and self.epoch == epoch and os.path.exists('pets'): os.rename('pets', 'gone')
     Follow.after_epoch = after_epoch
 
 def test_images_that_go_away(pets_folder):
@@ -455,7 +455,7 @@ def test_images_that_go_away(pets_folder):
     code,_,err = job_run(here, *pets, '--resume')
     assert code == 2 and err.count('\n') == 1 and 'the images of pets are not those that the run' in err
     (here/'3.jpg').rename(here/'pets/cat/3.jpg')
-    for what,epoch in ('supernet', 1),('winner 1', 0):
+    for what,epoch in ('supernet', 1),('for 1 epoch', 0):
         code,_,err = job_run(here, *pets, '--resume', hook=move_away, args=(what, epoch))
         assert code == 1 and err.count('\n') == 1 and 'FileNotFoundError' in err and str(Path('runs/pets/log.txt')) in err, err
         (here/'gone').rename(here/'pets')
@@ -463,6 +463,48 @@ def test_images_that_go_away(pets_folder):
     (here/'runs/pets').rename(here/'runs/robbed')
     assert job_run(here, *pets)[::2] == (0, '')
     for name in names: assert (here/'runs/robbed'/name).read_bytes() == (here/'runs/pets'/name).read_bytes(), name
+
+def swap(here):
+    "Exchange the files of two classes"
+    for a,b in ('cat', 'other'),('dog', 'cat'),('other', 'dog'): (here/'pets'/a).rename(here/'pets'/b)
+
+def test_resumed_on_other_images(pets_folder):
+    "Whatever has changed is named, and a folder that was moved as a whole is accepted"
+    here = pets_folder
+    advance(here, 4, argv=pets)                                                     # config, images, and a checkpoint
+    swap(here)
+    code,_,err = job_run(here, *pets, '--resume')
+    assert code == 2 and err.count('\n') == 1 and 'are not those that the run was started with: 24 changed (cat/0.jpg, cat/1.jpg, ...)' in err, err
+    swap(here)
+    (here/'pets/dog/0.jpg').rename(here/'pets/dog/99.jpg')
+    code,_,err = job_run(here, *pets, '--resume')
+    assert code == 2 and err.count('\n') == 1 and '1 new (dog/99.jpg), 1 gone (dog/0.jpg). Restore them, or use another --out' in err, err
+    (here/'pets/dog/99.jpg').rename(here/'pets/dog/0.jpg')
+    (here/'moved').mkdir()
+    (here/'pets').rename(here/'moved/pets')
+    for argv in pets,['--resume', '--out', 'runs/pets']: assert job_run(here, *argv)[0] == 2              # not where it was
+    code,out,err = job_run(here, *pets[2:], '--data', 'moved/pets', '--resume')
+    assert (code, err) == (0, '') and 'started before' in out, err
+    assert json.loads((here/'runs/pets/config.json').read_text())['settings']['data'] == str(here/'moved/pets')
+
+def test_loops_and_pipes(capsys, tmp_path, monkeypatch):
+    "Every image once, whatever leads to it; what is no file is passed over"
+    monkeypatch.chdir(tmp_path)
+    images(tmp_path/'pets', n=12)
+    (tmp_path/'pets/cat/loop').symlink_to('..')
+    (tmp_path/'pets/dog/loop').symlink_to('../..')
+    os.mkfifo(tmp_path/'pets/cat/pipe.png')
+    assert cli.main('--dry-run --data pets --bs 4 --size 16'.split()) == 0
+    out = capsys.readouterr().out
+    assert 'pets: 2 classes, 20 training, 4 validation and 0 test images' in out and 'links to folders seen before' in out and '1 names that are not of files' in out
+
+def test_names_that_steer_a_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    images(tmp_path/'pets\x1b[31m\x07', n=12)
+    assert cli.main(['--dry-run', '--data', 'pets\x1b[31m\x07', '--bs', '4', '--size', '16']) == 0
+    assert cli.main(['--dry-run', '--data', 'gone\x1b[31m']) == 2
+    out,err = capsys.readouterr()
+    assert 'pets\\x1b[31m\\x07: 2 classes' in out and 'gone\\x1b[31m' in err and '\x1b' not in out + err
 
 # Damaged files -------------------------------------------------------------------------------------------------------------------
 
@@ -475,7 +517,7 @@ damages = truncated, flipped, foreign, empty
 
 @pytest.mark.parametrize('damage', damages, ids=lambda f: f.__name__)
 def test_damaged_files_are_made_anew(damage, calm, copy):
-    for name in 'training.csv', 'codes.npy', 'results.csv', 'best.json', 'model.pt': spoil(copy/'runs/digits'/name, damage)
+    for name in 'training.csv', 'codes.npy', 'results.csv', 'finals.csv', 'best.json', 'model.pt', 'model.onnx': spoil(copy/'runs/digits'/name, damage)
     assert job_run(copy, *light, '--resume')[::2] == (0, '')
     same(copy, calm)
     nothing_twice(copy, calm, kills=0)
@@ -535,7 +577,7 @@ def test_no_home_and_an_ascii_locale(tmp_path):
     images(tmp_path/'Gemüse', ['Käse', 'brød'])
     gone = 'MPLCONFIGDIR', 'XDG_CACHE_HOME', 'XDG_CONFIG_HOME', 'FASTAI_HOME', 'TORCH_HOME', 'PYTHONIOENCODING'
     env = {k:v for k,v in os.environ.items() if k not in gone} | dict(OMP_NUM_THREADS='1', HOME='/dev/null', LC_ALL='C', PYTHONUTF8='0')
-    argv = '--size 16 --bs 4 --k 2 --epochs 1 --pop 4 --gens 1 --retrain-epochs 1'.split()
+    argv = '--size 16 --bs 4 --k 2 --epochs 1 --pop 4 --gens 1 --finalists 2 --retrain-epochs 1'.split()
     res = subprocess.run([command, '--data', 'Gemüse', *argv], cwd=tmp_path, env=env, capture_output=True, timeout=600)
     assert res.returncode == 0 and 'Gemüse: 2 classes' in res.stdout.decode(encoding='utf-8'), res.stderr.decode(errors='replace')
     folder = tmp_path/'runs/Gemüse'

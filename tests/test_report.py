@@ -81,6 +81,12 @@ def browser(tmp_path_factory):
     yield res
     res.close()
 
+def finals(archs):
+    "The rows of `results.csv` and the curves of finals between two architectures"
+    rows = pd.DataFrame(dict(stage='finals', arch=archs, role=['finalist', 'random'], round=1, n_epoch=3, seed=0, flops=1000, params=99, accuracy=0.5, retrained=[0.9, 0.8], kept=True))
+    return rows,pd.DataFrame([dict(arch=a, n_epoch=3, seed=0, epoch=e, accuracy=0.2*e) for a in archs for e in (1, 2, 3)])
+
+best = json.dumps(dict(files=['model.pt', 'model.onnx', 'use.py'], accuracy=dict(file=0.9123)))
 evil = '"><img src=x onerror=alert(1)><script>alert(2)</script>'
 
 @pytest.fixture(scope='module')
@@ -91,7 +97,10 @@ def folder(tmp_path_factory):
     result = search(ArchProblem(net.space, accuracy, table), max_flops=3e5, pop=10, gens=4, progress=False)
     some = table.sample_under(30, max_flops=3e5, seed=0)
     def rows(stage, archs, **columns): return pd.DataFrame(dict(stage=stage, arch=[str(a) for a in archs], flops=table.flops(archs), params=table.params(archs), accuracy=[accuracy(a) for a in archs], **columns))
-    pd.concat([rows('rank', some, truth=rng.random(30)), rows('search', result.history.arch, generation=result.history.generation),
+    final,curves = finals([str(result.best), str(some[0])])
+    curves.to_csv(res/'finals.csv', index=False)
+    (res/'best.json').write_text(best)
+    pd.concat([rows('rank', some, truth=rng.random(30)), rows('search', result.history.arch, generation=result.history.generation), final,
                rows('retrain', [result.best, some[0]], role=['winner', 'random'], seed=0, retrained=[0.9123, 0.8771])]).to_csv(res/'results.csv', index=False)
     pd.DataFrame([(e, p, rng.random(), 0.1) for e in range(3) for p in ('items', 'codes') for _ in range(5)], columns=['epoch', 'phase', 'loss', 'r_c']).to_csv(res/'training.csv', index=False)
     np.save(res/'codes.npy', rng.dirichlet([5]*4, (3, 20)))
@@ -110,7 +119,7 @@ def test_opens_without_complaint(browser, folder, width, dark):
     urls = [e['request']['url'] for e in browser.of('Network.requestWillBeSent') if not e['request']['url'].startswith('data:')]
     assert len(urls) == 1 and urls[0].startswith('file:'), 'the page asks for something besides itself'
     assert browser.js('document.documentElement.scrollWidth') <= width, 'the page is wider than the screen'
-    assert browser.js('document.querySelectorAll("svg").length') == 6
+    assert browser.js('document.querySelectorAll("svg").length') == 7
     assert min(browser.js('[...document.querySelectorAll("svg")].map(s => s.getBoundingClientRect().height)')) > 80
     r,g,b = map(int, re.findall(r'\d+', browser.js('getComputedStyle(document.body).backgroundColor'))[:3])
     assert (r + g + b < 150) == dark
@@ -167,7 +176,10 @@ def test_report_of_many_points(tmp_path):
     seen = pd.DataFrame(dict(arch=list(map(str, archs)), **costs, accuracy=[accuracy(a) for a in archs], generation=np.arange(n)//50))
     parts = dict(rank=seen[:10_000].assign(truth=rng.random(10_000)), search=seen,
                  retrain=seen[:2].assign(role=['winner', 'random'], seed=0, retrained=0.9))
-    pd.concat([d.assign(stage=s) for s,d in parts.items()]).to_csv(tmp_path/'results.csv', index=False)
+    final,curves = finals(seen.arch[:2])
+    curves.to_csv(tmp_path/'finals.csv', index=False)
+    (tmp_path/'best.json').write_text(best)
+    pd.concat([*(d.assign(stage=s) for s,d in parts.items()), final]).to_csv(tmp_path/'results.csv', index=False)
     steps = pd.DataFrame([(i//500, ('items', 'codes')[i % 2], 1., 0.1) for i in range(n)], columns=['epoch', 'phase', 'loss', 'r_c'])
     steps.to_csv(tmp_path/'training.csv', index=False)
     np.save(tmp_path/'codes.npy', rng.dirichlet([5]*8, (100, 128)))
@@ -179,4 +191,4 @@ def test_report_of_many_points(tmp_path):
     page = write_report(tmp_path).read_text(encoding='utf-8')
     assert time.process_time()-start < 60
     assert len(page) < 3e6 and 'the first 1,000 of 50,000 rows' in page
-    assert page.count('data:image/png') >= 3 and page.count('<svg') == 6
+    assert page.count('data:image/png') >= 3 and page.count('<svg') == 7

@@ -130,7 +130,6 @@ def config(self:RunFolder) -> dict|None:
 
 # %% ../../nbs/app/60_folder.ipynb #e4988c0f
 extendable = dict(gens='search', finalists='finals', trials='retrain')      # settings, and what is done again for more
-def _whole(n): return type(n) is int
 
 @patch(as_prop=True)
 def above(self:RunFolder) -> Path:
@@ -147,7 +146,8 @@ def check(self:RunFolder,
     if not os.access(above, os.W_OK | os.X_OK): raise ValueError(f"{above} can't be written to: use another --out")
     if config := self.config():
         there = config['settings']
-        there = there | {k:max(there[k], wanted[k]) for k in extendable if _whole(wanted.get(k)) and _whole(there.get(k))}
+        both = [k for k in extendable if type(there.get(k)) is type(wanted.get(k)) is int]
+        there = there | {k:max(there[k], wanted[k]) for k in both}
         if 'digits' not in (there.get('data'), wanted.get('data', 'digits')): there['data'] = wanted['data']    # moved
         diff = [f'{k} is {there.get(k)} there and {v} here' for k,v in wanted.items()
                 if k not in extendable and there.get(k) != v]

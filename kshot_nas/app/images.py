@@ -103,4 +103,5 @@ def check_same_images(
     except (ValueError, TypeError, RecursionError): raise ValueError(
         f"{file} is damaged: remove it if you are sure that {folder} holds the images of this run") from None
     if diff := changed_images(there, here): raise ValueError(
-        f"the images in {folder} are not those that the run was started with: {diff}. Restore them, or use another --out")
+        f"the images in {folder} are not those that the run was started with: {diff}. "
+        "Restore them, or use another --out")

@@ -28,7 +28,7 @@ from ..supernet import Supernet
 # %% ../../nbs/app/62_plan.ipynb #27625763
 _base   = dict(data='digits', valid_pct=20, size=None, augment=False, space='tiny', max_flops=None, preset=None,
                k=8, epochs=30, lr=0.1, bs=64, pop=50, gens=20, finalists=5, retrain_epochs=30, trials=1, seed=0)
-_digits = dict(size=8, epochs=20, bs=50, gens=10, finalists=3, retrain_epochs=5, trials=3)      # two minutes on two cores
+_digits = dict(size=8, epochs=20, bs=50, gens=10, finalists=3, retrain_epochs=5, trials=3)     # two minutes
 _paper  = dict(space='mobilenet', size=224, augment=True, max_flops=330_000_000,
                epochs=120, lr=0.12, bs=1024, retrain_epochs=350)
 
@@ -168,8 +168,8 @@ def __str__(self:Plan):
               f"{counted(s['epochs'], 'epoch')} of {batches} of {s['bs']}",
         rank='50 architectures drawn at random' if truth is None else f"{archs(len(truth))} whose truth is known",
         search=f"{counted(s['gens'], 'generation')} of {archs(s['pop'])}",
-        finals=f"the first {s['finalists']}, and as many drawn at random of equal cost, trained alone: "
-               + ', '.join(f'{m} for {counted(e, "epoch")}' for m,e in halving_rounds(s['finalists'], s['retrain_epochs'])),
+        finals=f"the first {s['finalists']}, and as many drawn at random of equal cost, trained alone: " + ', '.join(
+            f'{m} for {counted(e, "epoch")}' for m,e in halving_rounds(s['finalists'], s['retrain_epochs'])),
         retrain=f"the best of both, for {counted(s['retrain_epochs'], 'epoch')}, "
                 f"with {counted(s['trials'], 'seed')} each",
         needs=f"about {short(self.memory, 'B')} of memory and {short(self.disk, 'B')} of disk")

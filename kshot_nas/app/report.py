@@ -61,7 +61,7 @@ def _beside_chance(self:Results, p, n) -> str:
     if chance is None: return ''
     said = f" To say always the most frequent class gives {_percent(chance)}"
     if p - chance > 2*math.sqrt(chance*(1-chance)/n): return said + '.'
-    return said + ': the network has learned nothing worth the name. More epochs, more images or a larger budget may help.'
+    return said + ': the network has learned nothing worth the name. More epochs, images or multiply-adds may help.'
 
 # %% ../../nbs/app/64_report.ipynb #6f0a76e3
 @patch
@@ -173,9 +173,9 @@ def _search(r:Results) -> FT:
 # %% ../../nbs/app/64_report.ipynb #e78777cc
 def _finals(r:Results) -> FT:
     names = dict(n_epoch='epochs', accuracy='accuracy with borrowed weights', retrained='validation accuracy')
-    text = ("The order of the first in a ranking is mostly chance, so several of them were trained from scratch: all for "
-            "a short time, the better half for longer. As many architectures of equal cost, drawn at random, got the same "
-            "trainings. Validation images decided.")
+    text = ("The order of the first in a ranking is mostly chance, so several of them were trained from scratch: all "
+            "for a short time, the better half for longer. As many architectures of equal cost, drawn at random, got "
+            "the same trainings. Validation images decided.")
     columns = ['role', 'round', 'n_epoch', 'arch', 'flops', 'accuracy', 'retrained', 'kept']
     table = r.finals[columns].assign(kept=r.finals.kept.map({True: 'yes', False: 'no'})).rename(columns=names)
     figure = svg_figure(lambda ax: plot_finals(r.curves, r.finals, ax=ax), 'Every training of the finals')
@@ -185,9 +185,9 @@ def _retraining(r:Results) -> FT:
     names = dict(accuracy='accuracy with borrowed weights', retrained='validation accuracy, trained alone',
                  test='test accuracy, trained alone')
     columns = ['role', 'arch', 'seed', 'flops', 'params', *(c for c in names if c in r.trials)]
-    text = ("What counts in the end: trained from scratch, with weights of its own, is the winner better than the best of "
-            "as many architectures that were drawn at random and cost the same? The mean is the line; the dots are single "
-            "trainings. ")
+    text = ("What counts in the end: trained from scratch, with weights of its own, is the winner better than the best "
+            "of as many architectures that were drawn at random and cost the same? The mean is the line; the dots are "
+            "single trainings. ")
     if r.judged_on[1] == 'test': text += "Nothing was decided by the test images."
     else: text += ("The validation images also guided the search, and decided the finals, so these accuracies flatter "
                    "a little; images kept apart, in a folder test, would not.")
@@ -250,8 +250,9 @@ def _again(r:Results) -> FT:
     d,use,acc = r.data,"from kshot_nas.export import load_model\nmodel = load_model('model.pt')",r.best['accuracy']
     text = 'For PyTorch, with this library; pip install "kshot_nas[onnx]" and the same command give model.onnx as well:'
     if 'use.py' in r.best['files']:
-        text = ('model.onnx takes images as they are, of any size, and needs onnxruntime, numpy and Pillow. This is use.py, '
-                f"to be called with files of images. On raw {r.judged_on[1]} images it has an accuracy of {acc['file']:.4f}.")
+        text = ('model.onnx takes images as they are, of any size, and needs onnxruntime, numpy and Pillow. This is '
+                f"use.py, to be called with files of images. On raw {r.judged_on[1]} images it has an accuracy of "
+                f"{acc['file']:.4f}.")
         use = use_script(channels=d['shape'][0])
     if acc.get('balanced') is not None: text += f" The mean of the accuracies of the classes is {acc['balanced']:.4f}."
     if acc.get('int8') is not None: text += f" model_int8.onnx, with numbers of 8 bits, has {acc['int8']:.4f}."
@@ -260,8 +261,8 @@ def _again(r:Results) -> FT:
     versions = {f'version of {k}':v for k,v in r.config['versions'].items()}
     facts = {**r.settings, 'classes': classes, 'images': images, **versions}
     table = pd.DataFrame([(k.replace('_', ' '), _text(v)) for k,v in facts.items()], columns=['what', 'value'])
-    return Section(H2('To use it, and to do it again'), P(text), Pre(use), P('To do it again:'), Pre(r.config['command']),
-                   show_table(table, 'All settings', fold=True))
+    return Section(H2('To use it, and to do it again'), P(text), Pre(use), P('To do it again:'),
+                   Pre(r.config['command']), show_table(table, 'All settings', fold=True))
 
 # %% ../../nbs/app/64_report.ipynb #68754544
 _policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

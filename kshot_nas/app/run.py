@@ -63,9 +63,10 @@ def start(self:Run, command:str='') -> dict:
             space=json.loads(self.space.to_json()), flops_range=self.table.flops_range(),
             parameters=self.plan.parameters, versions=versions))
     config = self.files.config()
-    if self.settings['data'] != 'digits': check_same_images(
-        self.folder/'checkpoints/images.json', self.settings['data'], sum(self.task.images.values(), []))
-    if config['data'] | dict(name='') != self.task.facts | dict(name=''): raise ValueError(
+    known,same = self.folder/'checkpoints/images.json',config['data'] | dict(name='') == self.task.facts | dict(name='')
+    if self.settings['data'] != 'digits' and (same or known.exists()):
+        check_same_images(known, self.settings['data'], sum(self.task.images.values(), []))
+    if not same: raise ValueError(
         f"the images of {self.task.name} are not those that the run in {self.folder} was started with: "
         "use another --out, or restore them")
     if config['settings'] != self.settings: config = self._extend(config, command)

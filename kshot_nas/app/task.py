@@ -202,7 +202,7 @@ def folder_task(s:dict, device:str|torch.device, workers:int, check:bool) -> Tas
                       splitter=IndexSplitter(range(n, len(items))),
                       item_tfms=Resize(s['size'], ResizeMethod.Squish),
                       batch_tfms=[*augment, Normalize.from_stats(*imagenet_stats, cuda=False)])
-    dls = block.dataloaders(path, bs=s['bs'], num_workers=workers if workers > 1 else 0, device=device)
+    dls = block.dataloaders(path, path=path, bs=s['bs'], num_workers=workers if workers > 1 else 0, device=device)
     test = dls.test_dl(parts['test'], with_labels=True) if parts['test'] else None
     labels = {part:[classes.index(f.parent.name) for f in files] for part,files in parts.items()}
     return Task(path.resolve().name, dls, classes, n, function, kwargs, parts, labels, imagenet_stats, test,
