@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['log', 'Cut', 'check_model', 'Channels', 'ElasticPlan', 'elastic_plan', 'Skip', 'elastic_supernet', 'order_filters',
-           'elastic_space', 'named_supernet', 'read_weights']
+           'elastic_space', 'named_supernet']
 
 # %% ../nbs/23_elastic.ipynb #6dd7fc46
 import copy, difflib, importlib, logging, math, re
@@ -12,7 +12,6 @@ from collections import Counter, namedtuple
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from fastcore.basics import patch
@@ -21,7 +20,7 @@ from torchvision import models
 
 from .check import instance, one_of, whole
 from .choices import Choices, OpChoice, WidthChoice, skeleton
-from .convert import check_layers, kshotify
+from .convert import check_layers, kshotify, read_weights
 from .space import Arch
 from .supernet import Supernet, check_shape
 
@@ -463,23 +462,6 @@ def _take_channels(model, n_in, name):
     first.in_channels,first.weight = n_in,nn.Parameter(w.repeat(1, n_in, 1, 1))
 
 # %% ../nbs/23_elastic.ipynb #7c10a2e5
-def read_weights(
-    weights # a file, or a state dict
-) -> dict:
-    "The state dict in a file; nothing but tensors is read from it"
-    if isinstance(weights, dict): return weights
-    if not (path := Path(weights)).is_file(): raise FileNotFoundError(f"there is no file of weights {path}")
-    try:
-        if path.suffix == '.safetensors': return importlib.import_module('safetensors.torch').load_file(path)
-        res = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as e: raise ValueError(
-        f"{path} can't be read as a state dict, such as torch.save(model.state_dict(), path) writes "
-        f"({type(e).__name__}: {(str(e).splitlines() or [''])[0]:.200})") from e
-    for key in ('state_dict', 'model'):                                         # as checkpoints have it
-        if isinstance(res, dict) and isinstance(res.get(key), dict): res = res[key]
-    if isinstance(res, dict) and res and all(isinstance(t, Tensor) for t in res.values()): return res
-    raise ValueError(f"{path} holds a {type(res).__name__} that is no state dict: names, each with a tensor")
-
 def _load(model, weights, n_out, name):
     "Put `weights` into `model`, but for a classifier of another number of classes than `n_out`"
     own,weights = model.state_dict(),copy.copy(weights)
