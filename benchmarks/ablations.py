@@ -37,7 +37,7 @@ sets = {                                 # name: (settings by run, number of see
     'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {n} epochs': base|dict(n_epoch=n) for n in (5, 10, 20)}, 8, DigitsBench),
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, DigitsBench),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, widths),
-    'signals':  ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')}, 16, SignalsBench),
+    'signals':  ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'one-shot, no decay, uniform': dict(k=1, wd=0., how='uniform')}, 16, SignalsBench),
     'signals, alone': ({f'alone, {n} epochs': dict(alone=n) for n in (1, 2, 3)}, 4, SignalsBench),
     'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
     'signals, longer': ({n: methods[n]|adapted|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
@@ -54,6 +54,7 @@ if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     p.add_argument('sets', nargs='*', default=list(sets), help=f"which of {', '.join(sets)}; all by default")
     p.add_argument('--workers', type=int, default=os.cpu_count())
+    p.add_argument('--seeds', type=int, default=16, help='at most so many of each run (default: %(default)s)')
     p.add_argument('--out', default='nbs/data/ablations.csv')
     args = p.parse_args()
     old = pd.read_csv(args.out) if Path(args.out).exists() else pd.DataFrame(columns=['set'])
@@ -61,7 +62,7 @@ if __name__ == '__main__':
         runs, n_seeds, make = sets[name]
         bench = make()
         archs,first = split(bench, name)
-        df = ablate(bench, runs, range(first, first+n_seeds), 'runs/ablations', args.workers, archs)
+        df = ablate(bench, runs, range(first, first+min(n_seeds, args.seeds)), 'runs/ablations', args.workers, archs)
         old = pd.concat([old[old['set'] != name], df.assign(set=name)])
         old.round(5).to_csv(args.out, index=False)
         print(name, df.groupby('run', sort=False).tau.agg(['mean', 'sem', 'count']).round(3), sep='\n', flush=True)

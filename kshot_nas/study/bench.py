@@ -91,7 +91,7 @@ class SignalsBench(Bench):
     name,n_seeds,bs,repeat = 'signals',4,100,10
     sizes = dict(train=4000, valid=4000, test=10_000)
     recipe = dict(n_epoch=10, bs=100, lr=0.03, wd=1e-4)
-    settings = dict(n_epoch=8, lr=0.1, k=8, n_paths=6, warmup=2, ratio=(5,1), noise=0.1, n_in=1)
+    settings = dict(n_epoch=8, lr=0.1, wd=5e-4, how='fair', k=8, n_paths=6, warmup=2, ratio=(5,1), noise=0.1, n_in=1)
     supernet = staticmethod(signals_supernet)
 
     def make_data(self) -> dict:
