@@ -48,7 +48,7 @@ _options = {
     'where and how': [
         ('--out', 'FOLDER', str, 'folder for the results (default: runs/ and the name of the data)'),
         ('--resume', None, None, 'go on with the run in --out, with the settings it was started with'),
-        ('--dry-run', None, None, 'check data, space, budget, memory and disk, print the plan, and stop'),
+        ('--dry-run', None, None, 'check data, space, budget, memory and disk, say how long it will take, and stop'),
         ('--onnx', None, None, 'insist on model.onnx, which else is written if the packages for it are there'),
         ('--int8', None, None, 'also write model_int8.onnx, with numbers of 8 bits'),
         ('--device', 'DEVICE', str, 'cpu, cuda, cuda:1, ... (default: a GPU if there is one)'),
@@ -216,9 +216,10 @@ def main(
     with _stoppable() as signals:
         try:
             plan,folder,started = _prepare(args)
-            _show(f"{plan}\n  {'out':8} {folder}{', which has been started before' if started else ''}\n")
+            out = f"{folder}{', which has been started before' if started else ''}"
+            _show(f"{plan}\n  {'out':8} {out}; {folder/'log.txt'} tells more while it runs\n")
             if args.get('dry_run'):
-                print('Nothing was written. Leave out --dry-run to start.')
+                _show(f"  {'time':8} {plan.forecast()}\n\nNothing was written. Leave out --dry-run to start.")
                 return 0
             with _logged(folder): return _carry_out(plan, folder, args, command, signals)
         except (ValueError, OSError, ImportError) as e:
