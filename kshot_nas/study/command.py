@@ -23,10 +23,11 @@ def yardsticks(bench:Bench, archs:list) -> pd.Series:
     return pd.Series(proxies | bench.yardsticks(archs), name='tau')
 
 def score(args:argparse.Namespace, bench:Bench):
-    "Train supernets of both kinds and print how well they rank"
+    "Train supernets of both kinds, and every architecture briefly alone, and print how well each way ranks"
     settings = dict(n_epoch=args.epochs or bench.settings['n_epoch'])
     runs = {'one-shot':dict(k=1, **settings)}
     if args.k > 1: runs[f'{args.code} k={args.k}'] = dict(k=args.k, code=args.code, **settings)
+    runs['alone, 1 epoch'] = dict(alone=1)
     chosen = np.random.default_rng(0).permutation(len(bench.archs))[:args.archs]
     archs = [bench.archs[i] for i in sorted(chosen)]
     df = ablate(bench, runs, range(args.seeds), args.out, args.workers, archs, progress=sys.stderr.isatty())
