@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['Arch', 'SearchSpace', 'OpChoice', 'Supernet', 'WidthChoice', 'tiny_supernet', 'mobilenet_supernet', 'nb201_supernet',
-           'read_nb201', 'CostTable', 'KShotLearner', 'kshot_learner', 'high_tau', 'kendall_tau', 'pearson_r',
-           'rank_report', 'spearman_rho', 'read_archive', 'ArchProblem', 'SearchResult', 'search', 'RetrainLearner',
-           'retrain_learner', 'Finalists', 'Classifier', 'classifier_of', 'export_onnx', 'export_torch',
-           'quantize_onnx', 'model_card', 'use_script']
+           'read_nb201', 'elastic_space', 'elastic_supernet', 'CostTable', 'KShotLearner', 'kshot_learner', 'high_tau',
+           'kendall_tau', 'pearson_r', 'rank_report', 'spearman_rho', 'read_archive', 'ArchProblem', 'SearchResult',
+           'search', 'RetrainLearner', 'retrain_learner', 'Finalists', 'Classifier', 'classifier_of', 'export_onnx',
+           'export_torch', 'quantize_onnx', 'model_card', 'use_script']
 
 # %% ../nbs/43_all.ipynb #7cb514f2
 from .space import Arch, SearchSpace                                    # what there is to choose from
@@ -15,6 +15,7 @@ from .supernet import OpChoice, Supernet, WidthChoice                   # a netw
 from .tiny import tiny_supernet                                         # three that are ready to use
 from .mobilenet import mobilenet_supernet
 from .nb201 import nb201_supernet, read_nb201
+from .elastic import elastic_space, elastic_supernet                    # any network of yours
 from .cost import CostTable                                             # what an architecture costs
 from .learner import KShotLearner, kshot_learner                        # training
 from .rank import high_tau, kendall_tau, pearson_r, rank_report, spearman_rho
@@ -29,7 +30,7 @@ from .card import model_card, use_script
 
 # %% ../nbs/43_all.ipynb #7d0a845c
 _all_ = ['Arch', 'SearchSpace', 'OpChoice', 'Supernet', 'WidthChoice', 'tiny_supernet', 'mobilenet_supernet',
-         'nb201_supernet', 'read_nb201', 'CostTable', 'KShotLearner', 'kshot_learner', 'high_tau', 'kendall_tau',
-         'pearson_r', 'rank_report', 'spearman_rho', 'read_archive', 'ArchProblem', 'SearchResult', 'search',
-         'RetrainLearner', 'retrain_learner', 'Finalists', 'Classifier', 'classifier_of', 'export_onnx', 'export_torch',
-         'quantize_onnx', 'model_card', 'use_script']
+         'nb201_supernet', 'read_nb201', 'elastic_space', 'elastic_supernet', 'CostTable', 'KShotLearner',
+         'kshot_learner', 'high_tau', 'kendall_tau', 'pearson_r', 'rank_report', 'spearman_rho', 'read_archive',
+         'ArchProblem', 'SearchResult', 'search', 'RetrainLearner', 'retrain_learner', 'Finalists', 'Classifier', 'classifier_of', 'export_onnx',
+         'export_torch', 'quantize_onnx', 'model_card', 'use_script']
