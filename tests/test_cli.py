@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from kshot_nas.app import cli, plan
+from kshot_nas.app.folder import RunFolder
 from kshot_nas.tiny import tiny_supernet
 
 command = Path(sys.executable).with_name('kshot_search')
@@ -548,6 +549,122 @@ def test_damaged_archive_is_told_of(damage, calm, copy):
     archive.unlink()                                                                # as it says
     assert job_run(copy, *light, '--resume')[::2] == (0, '')
     same(copy, calm)
+
+# Hostile files -------------------------------------------------------------------------------------------------------------------
+
+def reseal(folder, **settings):
+    "Change settings in `config.json`, and make its digest anew"
+    files = RunFolder(folder)
+    config = files.config()
+    files.write_config({k:v for k,v in config.items() if k != 'digest'} | dict(settings=config['settings'] | settings))
+
+def test_resealed_config(calm, copy, monkeypatch, capsys):
+    monkeypatch.chdir(copy)
+    odd = dict(k=100000, epochs='3', data=['digits'], space=3, max_flops='much', lr=None, seed=-1, finalists=[3], augment='yes', bs=0)
+    for name,value in odd.items():
+        shutil.copy(calm/'runs/digits/config.json', copy/'runs/digits/config.json')
+        reseal(copy/'runs/digits', **{name: value})
+        err = refused(capsys, copy, '--resume', '--out', 'runs/digits')
+        assert ('of memory, and' if name == 'k' else f'{name} must be') in err, err
+
+def test_nested_config(copy, monkeypatch, capsys):
+    monkeypatch.chdir(copy)
+    for text in '['*200_000,'{"settings":'*100_000,'{"settings": [], "data": 3}':
+        (copy/'runs/digits/config.json').write_text(text)
+        assert "config.json can't be read" in refused(capsys, copy, '--resume', '--out', 'runs/digits')
+
+def test_code_of_others_is_named_again(tmp_path, monkeypatch, capsys):
+    "A run folder alone can't make us import a module"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'evil.py').write_text('from pathlib import Path\nPath("harm").touch()\nfrom kshot_nas.tiny import tiny_supernet as net\n')
+    (tmp_path/'run').mkdir()
+    RunFolder(tmp_path/'run').write_config(dict(settings=plan.complete({}) | dict(space='evil:net'), data={}))
+    for argv in [],['--space', 'tiny']:
+        err = refused(capsys, tmp_path, '--resume', '--out', 'run', *argv)
+        assert 'if you trust it, say so with --space evil:net' in err or 'space is evil:net there and tiny here' in err
+    assert not (tmp_path/'harm').exists() and 'evil' not in sys.modules
+
+# More of the same ----------------------------------------------------------------------------------------------------------------
+
+def test_extended(calm, tmp_path):
+    "A run that has ended and is given more ends like one that was given it at once, and does nothing twice"
+    less = ' '.join(light).replace('--gens 3 --finalists 3', '--gens 2 --finalists 2').replace('--trials 2', '--trials 1').split()
+    assert job_run(tmp_path, *less)[::2] == (0, '')
+    assert job_run(tmp_path, *light)[::2] == (0, '')
+    for name in names: assert (tmp_path/'runs/digits'/name).read_bytes() == (calm/'runs/digits'/name).read_bytes(), name
+    said = Counter(re.findall(r'INFO (\w+.*, epoch \d+)/', log(tmp_path)))
+    assert max(said.values()) == 1
+    code,out,err = job_run(tmp_path, *less)                                         # there is more already
+    assert (code, err) == (0, '') and '3 generations' in out and '  search ' not in out.split('out ')[1]
+
+def test_only_needed_checkpoints_are_left(calm):
+    folder = calm/'runs/digits/checkpoints'
+    assert [len(list(d.glob('epoch_*.pt'))) for d in (folder/'supernet', folder/'alone')] == [1, 0]
+    assert sum(1 for _ in (folder/'alone').rglob('epoch_*.pt')) == 2*2 and sum(1 for _ in (folder/'alone').rglob('curve.csv')) > 2*2
+
+def test_useless_budgets_are_told(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for most,why in ('5M', 'note     nearly all architectures meet the budget'),('9500', 'note     hardly any architecture meets the budget'),('100k', None):
+        assert cli.main(['--dry-run', '--max-flops', most]) == 0
+        out = capsys.readouterr().out
+        assert (why in out and re.search(r'try \d+\.\dk to \d+\.\dk', out)) if why else 'note  ' not in out
+
+def test_dry_run_says_how_long(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(['--dry-run']) == 0
+    assert re.search(r'time     train \d+ (s|min), rank .*, search .*, finals .*, retrain .*: about .* in all on this machine', capsys.readouterr().out)
+
+def hurry():
+    "Let a run tell its pace all the time"
+    from kshot_nas.app.run import Pace
+    init = Pace.__init__
+    def eager(self, work, say, every=0.): init(self, work, say, every)
+    Pace.__init__ = eager
+
+def test_lines_in_a_pipe(tmp_path):
+    code,out,err = job_run(tmp_path, *light, hook=hurry)
+    assert (code, err) == (0, '') and '\r' not in out and 'runs/digits/log.txt tells more' in out
+    for stage,what in dict(train='supernet, epoch 1/4', rank='7 of 20 architectures', search='9 of 18 architectures', finals='for 1 epoch with seed 0, epoch 1/1', retrain='with seed 1, epoch 2/2').items():
+        assert re.search(rf'  {stage:8} .*{re.escape(what)}; about .* left, until \d\d:\d\d', out), what
+
+# Used by others ------------------------------------------------------------------------------------------------------------------
+
+refuse = """import runpy, sys
+class Refuse:
+    def find_spec(self, name, *args):
+        if name.split('.')[0] in ('kshot_nas', 'torch', 'torchvision', 'fastai', 'fastcore', 'onnx', 'pandas', 'sklearn'): raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+
+def shades(folder, n, seed):
+    "JPEGs and PNGs of several sizes, dark and bright ones, in front of so much noise that some are hard to tell"
+    rng = np.random.default_rng(seed)
+    for c,light in ('dark', 100),('bright', 140):
+        (folder/c).mkdir(parents=True)
+        for i in range(n):
+            shape,kind = ((20,30,3), 'jpg') if i % 2 else ((17,12,3), 'png')
+            Image.fromarray((rng.normal(light, 25) + rng.normal(0, 30, shape)).clip(0, 255).astype(np.uint8)).save(folder/c/f'{i}.{kind}')
+
+def test_used_without_this_library(tmp_path):
+    "What a person has who has onnxruntime, numpy and Pillow: the accuracy that the card states"
+    for m in 'onnx', 'onnxscript', 'onnxruntime': pytest.importorskip(m)
+    shades(tmp_path/'shades/train', 60, 0); shades(tmp_path/'shades/test', 50, 1)
+    code,_,err = job_run(tmp_path, *'--data shades --size 12 --bs 16 --k 2 --epochs 2 --pop 4 --gens 2 --finalists 2 --retrain-epochs 6 --int8'.split())
+    assert (code, err) == (0, ''), err
+    folder,files = tmp_path/'runs/shades',sorted((tmp_path/'shades/test').rglob('*.*'))
+    res = subprocess.run([sys.executable, '-c', refuse, folder/'use.py', *files], cwd=tmp_path, capture_output=True, text=True)
+    assert res.returncode == 0, res.stderr
+    said = [line.split()[0] for line in res.stdout.splitlines()]
+    right = np.mean([c == f.parent.name for c,f in zip(said, files, strict=True)])
+    card,report = (folder/'card.md').read_text(),(folder/'report.html').read_text()
+    assert f'| retrained | {right:.4f} |' in card and 0.6 < right < 1, (right, card[:400])
+    assert re.search(r'\| int8 \| 0\.\d{4} \|', card) and 'model_int8.onnx, with numbers of 8 bits, has 0.' in report
+    lines = (folder/'use.py').read_text()
+    assert lines in card and len(list(filter(None, lines.splitlines()))) <= 11 and 'InferenceSession' in report and f'accuracy of {right:.4f}' in report
+    about = json.loads((folder/'best.json').read_text())
+    assert about['accuracy']['chance'] == 0.5 and about['files'] == ['model.pt', 'model.onnx', 'use.py', 'model_int8.onnx']
 
 # Evaluations that fail -------------------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ _columns = ['stage', 'role', 'round', 'arch', 'n_epoch', 'seed', 'generation', '
 def add(self:RunFolder, stage:str, rows:pd.DataFrame):
     "Add the rows of a stage to `results.csv`"
     before = self.results()
-    before,rows = before[before.stage != stage],rows.assign(stage=stage)
+    before,rows = before[before.stage != stage].dropna(axis=1, how='all'),rows.assign(stage=stage)
     rows = pd.concat([before, rows], ignore_index=True) if len(before) else rows
     with published(self.path/'results.csv') as tmp: rows.filter(_columns).to_csv(tmp, index=False)
 
