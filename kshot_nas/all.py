@@ -32,5 +32,5 @@ from .card import model_card, use_script
 _all_ = ['Arch', 'SearchSpace', 'OpChoice', 'Supernet', 'WidthChoice', 'tiny_supernet', 'mobilenet_supernet',
          'nb201_supernet', 'read_nb201', 'elastic_space', 'elastic_supernet', 'CostTable', 'KShotLearner',
          'kshot_learner', 'high_tau', 'kendall_tau', 'pearson_r', 'rank_report', 'spearman_rho', 'read_archive',
-         'ArchProblem', 'SearchResult', 'search', 'RetrainLearner', 'retrain_learner', 'Finalists', 'Classifier', 'classifier_of', 'export_onnx',
-         'export_torch', 'quantize_onnx', 'model_card', 'use_script']
+         'ArchProblem', 'SearchResult', 'search', 'RetrainLearner', 'retrain_learner', 'Finalists', 'Classifier',
+         'classifier_of', 'export_onnx', 'export_torch', 'quantize_onnx', 'model_card', 'use_script']
