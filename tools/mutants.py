@@ -55,12 +55,14 @@ def changes(node):
 
 def silent(node): return isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom))
 
+def draws(node): return isinstance(node, ast.FunctionDef) and (node.name.startswith('plot_') or 'ax' in [a.arg for a in node.args.args])
+
 def nodes(node):
-    "All parts of the code but types, decorators, and what errors say"
+    "All parts of the code but types, decorators, pictures, and what errors say"
     for field,value in ast.iter_fields(node):
         if field in ('annotation', 'returns', 'decorator_list', 'type_comment'): continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or silent(child): continue
+            if not isinstance(child, ast.AST) or silent(child) or draws(child): continue
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant): continue      # a docstring
             yield child
             yield from nodes(child)
