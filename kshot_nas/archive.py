@@ -195,4 +195,6 @@ def read_archive(path) -> pd.DataFrame:
         except (ValueError, TypeError) as e: raise sqlite3.DatabaseError(f"row {others['number']} is malformed") from e
     with _clear_errors(path), closing(_connect(path)) as db:
         _check_schema(db)
+        if db.execute('PRAGMA integrity_check(1)').fetchone() != ('ok',):       # a row may be lost, too
+            raise sqlite3.DatabaseError('its pages are malformed')
         return pd.DataFrame([columns(**row) for row in _rows(db.execute('SELECT * FROM evaluations ORDER BY number'))])
