@@ -23,9 +23,20 @@ def one_input(
     dls     # `DataLoaders`
 ) -> Tensor:
     "The inputs of one batch"
-    try: return dls.one_batch()[0]
+    try: x,*_,y = dls.one_batch()
     except Exception as e: raise ValueError(
         "no batch could be had from the data to read shapes off: check `dls.one_batch()`, or pass a Supernet") from e
+    _refuse_other_tasks(x, y)
+    return x
+
+def _refuse_other_tasks(x, y):
+    "Raise an error for text, tables and masks"
+    def whole(t): return isinstance(t, Tensor) and not t.is_floating_point()
+    if not isinstance(x, Tensor) or (whole(x) and x.ndim == 2): raise TypeError(
+        "the inputs are words or columns of a table: supernets are made for images and signals, not for text or "
+        "tabular data")
+    if whole(y) and y.ndim > 2: raise TypeError(
+        "the targets are masks: supernets give one answer for an image, which is not enough for segmentation")
 
 def n_classes(
     dls,            # `DataLoaders`

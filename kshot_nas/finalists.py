@@ -14,7 +14,10 @@ from pathlib import Path
 import joblib
 import matplotlib.pyplot as plt
 import pandas as pd, torch
+from fastai.learner import ValueMetric
+from fastai.losses import CrossEntropyLossFlat
 from fastcore.basics import patch
+from torch import nn
 
 from .check import instance, whole
 from .checkpoint import published
@@ -179,6 +182,9 @@ def finalists(self:KShotLearner,
     most = found.limits.get('flops', (None, None))[1]
     groups = dict(finalist=archs) | (dict(random=equal_cost(table, archs, most, seed)) if rivals else {})
     folder = Path(tempfile.mkdtemp() if folder is None else folder)
+    if not isinstance(self.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)):         # no classes: the same goal
+        mets = [m for m in self.metrics if not isinstance(m, ValueMetric)]
+        kwargs = dict(loss_func=self.loss_func, metrics=mets) | kwargs
     trainings = Trainings(self.dls, lambda a: self.subnet(a, weights='fresh'), folder, workers, follow, **kwargs)
     rows,curves = [],[]
     def train(archs, epochs):

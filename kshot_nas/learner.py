@@ -20,7 +20,7 @@ from fastcore.meta import delegates
 from torch import nn
 
 from .check import number, one_of, whole
-from .checkpoint import SaveCheckpoints, fingerprint, item_ids
+from .checkpoint import SaveCheckpoints, fingerprint, item_ids, log
 from .cost import CostTable
 from .data import supernet_for
 from .optimizer import ShareGradients, kshot_splitter, phased_opt
@@ -146,7 +146,7 @@ def fit_kshot(self:KShotLearner,
 @delegates(KShotLearner.eval_arch)
 def arch_problem(self:KShotLearner,
     objective:str='accuracy', # 'accuracy' alone, or 'pareto': accuracy against cost
-    metric:str='accuracy',    # what makes an architecture good: 'loss', or the name of one of the learner's metrics
+    metric:str=None,          # what makes an architecture good: 'loss' or one of the metrics; accuracy if None
     maximize:bool=None,       # should the metric be large? Known by its name if None
     cost:str='flops',         # which cost counts
     costs:dict=None,          # more costs: functions of a list of Arch, by name
@@ -156,12 +156,19 @@ def arch_problem(self:KShotLearner,
     "What a search makes of a learner; `kwargs` are those of `eval_arch`"
     inspect.signature(self.eval_arch).bind(None, **kwargs)      # a wrong argument is an error now
     names = ['loss', *self.metrics.filter(lambda m: not isinstance(m, ValueMetric)).attrgot('name')]
-    one_of(metric, 'metric', names)
+    metric = _metric_among(names) if metric is None else one_of(metric, 'metric', names)
     settings = dict(images=len(self.dls.valid_ds), bs=self.eval_bs, loss=str(self.loss_func), metrics=names,
                     first_batch=fingerprint(next(iter(self.batches(1)))), code=type(self.coder).__name__,
                     code_seed=getattr(self.coder, 'seed', None), **kwargs)
     return ArchProblem(self.space, partial(self.eval_arch, **kwargs), table or CostTable(self.net), costs, objective,
                        metric, cost, fingerprint(self.model), settings, self.code, maximize)
+
+def _metric_among(names) -> str:
+    "Accuracy if there is one, else the loss"
+    if 'accuracy' in names: return 'accuracy'
+    log.warning("there is no accuracy here, so architectures are compared by their loss; "
+                f"metric= may be one of {', '.join(names)}")
+    return 'loss'
 
 # %% ../nbs/37_learner.ipynb #bfd79dc7
 @patch

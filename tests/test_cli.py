@@ -65,6 +65,10 @@ def test_help_comes_at_once(tmp_path):
     assert (status, err) == (0, '') and '--max-flops' in out and max(map(len, out.splitlines())) <= 120
     subprocess.run([sys.executable, '-c', 'import sys, kshot_nas.app.cli; assert "torch" not in sys.modules'], check=True)
 
+def test_imports_without_a_warning():
+    res = subprocess.run([sys.executable, '-c', 'import kshot_nas.all'], env={k:v for k,v in os.environ.items() if k != 'PYTHONWARNINGS'}, capture_output=True, text=True)
+    assert (res.returncode, res.stderr) == (0, '')
+
 def test_dry_run_writes_nothing(tmp_path):
     status,out,err = run('--dry-run', '--max-flops', '120k', cwd=tmp_path)
     assert (status, err) == (0, '') and '120,000 multiply-adds' in out and 'of memory' in out
