@@ -1,6 +1,6 @@
 """Which networks elastic_supernet takes, what it finds in them, and why not: writes nbs/data/elastic.csv
 
-python benchmarks/elastic.py [--only NAME ...]      (about five minutes on one core; timm: pip install 'kshot_nas[timm]')
+python benchmarks/elastic.py [--only NAME ...]: about five minutes on one core; needs kshot_nas[timm]
 """
 import argparse, time, warnings
 from pathlib import Path

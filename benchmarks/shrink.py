@@ -1,14 +1,16 @@
 """Half the FLOPs of a trained ResNet-18 on a folder of images: by a search, and by the plain ways with as much training
 
-Each way sees as many images, 16 epochs in all. Four begin with the same network, trained for 6:
-  full      the network itself, trained for 10 more
-  searched  a supernet of its depths and widths for 6, a search within the budget, the winner for 4
-  random    three random architectures of the budget, cut out of it, for 2 each, the best of them for 4 more
-  uniform   all hidden widths cut by the same ratio, for 10
-  fresh     the same uniform network, but drawn anew, for 16
-Writes nbs/data/shrink.csv: python benchmarks/shrink.py [--seeds 0 1 2], about five minutes a seed on one core.
+Each way but `short` sees as many images, 14 epochs in all. All but `fresh` begin with the same network, trained for 6:
+  full      the network itself, trained for 8 more
+  searched  a supernet of its depths and widths for 4, a search within the budget, the winner for 4
+  random    two random architectures of the budget, cut out of it, for 2 each, the better one for 4 more
+  uniform   all hidden widths cut by the same ratio, for 8
+  short     the same, for no more than the winner of the search: 4
+  fresh     the same uniform network, but drawn anew, for 14
+Writes nbs/data/shrink.csv: python benchmarks/shrink.py [--seeds 0 1 2] [--ways ...]; five minutes a seed on one core.
 """
 import argparse, tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from torchvision.models import resnet18
 from kshot_nas.cost import CostTable
 from kshot_nas.elastic import elastic_supernet
 from kshot_nas.learner import kshot_learner
+from kshot_nas.optimizer import phased_opt
 from kshot_nas.space import Arch
 
 kinds = 'circle', 'ring', 'triangle', 'square', 'diamond', 'star', 'cross', 'arrow'
@@ -92,27 +95,33 @@ class Ways:
 
     def full(self):
         arch = Arch([0]*len(self.net.space.ops), [3]*len(self.net.space.widths))
-        return self.fit(self.net.subnet(arch), 10)
+        return self.fit(self.net.subnet(arch), 8)
     def uniform(self):
         net,arch = self.uniform_net()
-        return self.fit(net.subnet(arch), 10)
+        return self.fit(net.subnet(arch), 8)
+    def short(self):
+        net,arch = self.uniform_net()
+        return self.fit(net.subnet(arch), 4)
     def fresh(self):
         net,arch = self.uniform_net()
         model = net.subnet(arch, weights='fresh')
         for m in model.modules():                                                  # as torchvision draws them
             if isinstance(m, nn.Conv2d): nn.init.kaiming_normal_(m.weight, mode='fan_out', nonlinearity='relu')
-        return self.fit(model, 16, 3e-3)
+        return self.fit(model, 14, 3e-3)
     def random(self):
         archs = self.net.space.sample(5000, seed=self.seed)
         flops = self.table.flops(archs)
-        near = [a for a,f in zip(archs, flops.tolist()) if 0.9*self.budget <= f <= self.budget][:3]
+        near = [a for a,f in zip(archs, flops.tolist()) if 0.9*self.budget <= f <= self.budget][:2]
         models = [self.fit(self.net.subnet(a), 2) for a in near]
         return self.fit(max(models, key=lambda m: self.score(m, test=False)), 4)
     def searched(self):
-        learn = kshot_learner(self.dls, self.net, warmup=1, seed=self.seed)
-        with learn.no_bar(), learn.no_logging(): learn.fit_kshot(6, lr=0.02)
+        adam = partial(phased_opt, items=torch.optim.Adam, codes_scale=1.)
+        learn = kshot_learner(self.dls, self.net, warmup=1, seed=self.seed, opt_func=adam, ratio=(3,1))
+        with learn.no_bar(), learn.no_logging(): learn.fit_kshot(4, lr=1e-3)
         found = learn.search(max_flops=self.budget, pop=16, gens=4, parents=8, progress=False)
-        return self.fit(learn.subnet(found.best), 4)
+        model = learn.subnet(found.best)
+        print(f'found {found.best}, inherited {self.score(model):.4f}')
+        return self.fit(model, 4)
 
 
 def macs(model):
@@ -124,15 +133,17 @@ def macs(model):
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2], help='their rows are replaced')
+    parser.add_argument('--ways', nargs='*', default=['searched', 'random', 'uniform', 'short', 'fresh', 'full'])
     args,out = parser.parse_args(),Path(__file__).parent.parent/'nbs/data/shrink.csv'
-    rows = [r for r in pd.read_csv(out).to_dict('records') if r['seed'] not in args.seeds] if out.exists() else []
+    rows = pd.read_csv(out).to_dict('records') if out.exists() else []
+    rows = [r for r in rows if r['seed'] not in args.seeds or r['way'] not in args.ways]
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         make_folder(folder)
         for seed in args.seeds:
             ways = Ways(Path(folder), seed)
             start = ways.score(ways.model)
-            for way in ('full', 'searched', 'random', 'uniform', 'fresh'):
+            for way in args.ways:
                 set_seed(seed)
                 model = getattr(ways, way)()
                 rows.append(dict(way=way, seed=seed, accuracy=round(ways.score(model), 4), start=round(start, 4),

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .check import instance, whole
 from .layers import KLayer
@@ -45,17 +46,19 @@ class WidthChoice:
     ): self.ratios,self.step = SearchSpace((), (ratios,)).widths[0],whole(step, 'step', 1)
 
     def __call__(self,
-        layer:nn.Module # a convolution or linear layer
-    ) -> nn.Module:     # the same layer, marked
+        layer:nn.Module, # a convolution or linear layer
+        step:int=None    # its own step, if it differs from the choice's
+    ) -> nn.Module:      # the same layer, marked
         if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Linear)) or getattr(layer, 'groups', 1) > 1:
             raise TypeError(f"only convolutions without groups and linear layers can be cut in width; got {layer}")
-        layer.width_choice = self
+        layer.width_choice,layer.width_step = self,self.step if step is None else whole(step, 'step', 1)
         return layer
 
     def n_filters(self, layer:nn.Module) -> list:
         "How many filters `layer` keeps at each ratio: at least one step"
         n = getattr(layer, 'out_channels', getattr(layer, 'out_features', None))
-        return [max(1, round(n*r/self.step))*self.step for r in self.ratios]
+        step = getattr(layer, 'width_step', self.step)
+        return [max(1, round(n*r/step))*step for r in self.ratios]
 
     def __repr__(self): return f'WidthChoice{self.ratios}'
 
@@ -118,6 +121,12 @@ def check_ops(
     if odd: raise ValueError(f"the operations of a choice must put out the same shape; got {odd[0]}")
 
 # %% ../nbs/16_choices.ipynb #88f90d33
+class _NoWeights(TorchFunctionMode):
+    "Torch multiplies by weights that aren't there, and gives garbage: refuse that"
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if len({a.is_meta for a in args if isinstance(a, Tensor)}) > 1: raise RuntimeError('labels meet weights')
+        return func(*args, **(kwargs or {}))
+
 class ChannelLabels:
     "Sends labels through a module without weights, and notes which reach each K-shot layer"
     def __init__(self,
@@ -150,7 +159,7 @@ class ChannelLabels:
         "For each layer, the labels of the channels that it is given in `arch`"
         for given in self.seen.values(): given.clear()
         self.choices.switch(arch)
-        with torch.no_grad(): self.bones(self.x)
+        with torch.no_grad(), _NoWeights(): self.bones(self.x)
         return {m:list(given) for m,given in self.seen.items()}
 
 # %% ../nbs/16_choices.ipynb #c61761ed

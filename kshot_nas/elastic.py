@@ -239,7 +239,8 @@ class ElasticPlan:
 
     def __repr__(self):
         whys = {}
-        for n,why in self.left.items(): whys.setdefault(re.sub(r'(?<=[a-z.])\d+', '*', why), []).append(n)
+        for n,why in self.left.items():
+            whys.setdefault(re.sub(r'(?<=[a-z.])\d+', '*', why), []).append(n or 'the network itself')
         def some(ns): return ', '.join(ns[:3]) + (f' and {len(ns)-3} more' if len(ns) > 3 else '')
         n = sum(len(c.layers) for cuts in self.choices for c in cuts)
         head = f'{len(self.blocks)} blocks can be left out; {len(self.choices)} widths for {n} layers'
@@ -315,10 +316,9 @@ def _marked(model, plan, widths):
     "A copy of `model` with choices in it"
     model = copy.deepcopy(model)
     for cuts in plan.choices:
-        choice = None
+        choice = WidthChoice(widths)
         for c in cuts:
-            choice = WidthChoice(widths, c.step) if choice is None or choice.step != c.step else choice
-            for n in c.layers: choice(model.get_submodule(n))
+            for n in c.layers: choice(model.get_submodule(n), c.step)
     for n in plan.blocks:
         above,_,last = n.rpartition('.')
         parent = model.get_submodule(above)

@@ -295,7 +295,7 @@ def plain(self:KLayer,
     params = {n:None if p is None else nn.Parameter(p.detach().clone(), requires_grad=g)
               for (n,p),g in zip(res._parameters.items(), free)}
     res.__dict__.update(_parameters=params, _forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
-    for name in ('mixer', 'row', '_width', 'width_choice'): res.__dict__.pop(name, None)
+    for name in ('mixer', 'row', '_width', 'width_choice', 'width_step'): res.__dict__.pop(name, None)
     return copy.deepcopy(res, {} if memo is None else memo)
 
 # %% ../nbs/12_layers.ipynb #e235a346
