@@ -214,6 +214,16 @@ def test_rank_report(both, n_boot):
     def check(report): assert repr(report) and -1 <= report.tau <= 1 and report._repr_html_()
     refused_or(check, rank_report, pred=pred, true=true, cost=cost, n_boot=n_boot, says=['ranking'])
 
+@pytest.mark.parametrize('points,said', [(2., 'not clearly different from'), (3., 'better than'), (-2., 'not clearly different from'), (-3., 'worse than')])
+def test_verdict(points, said):
+    "By two standard errors, of which one is 1.34 points here: both networks make mistakes by chance on 1,000 images"
+    res = object.__new__(Results)
+    res.data,res.finals = dict(valid=1000),pd.DataFrame(dict(role=['finalist', 'random'], round=1))
+    res.trials = pd.DataFrame(dict(role=['winner', 'random'], retrained=[0.9, 0.9-points/100]))
+    assert res.difference() == pytest.approx((points, 1.3416), abs=1e-4) and said in res.verdict()
+    res.trials = pd.DataFrame(dict(role=['winner', 'random']*2, retrained=[0.9, 0.88, 0.92, 0.88]))
+    assert res.difference() == pytest.approx((3., 100*(2*0.91*0.09/1000 + 0.0002/2)**0.5))
+
 # Files ------------------------------------------------------------------------------------------------------------------------
 
 pairs = [(o,i % 3) for i,o in enumerate(torch.randn(12, 1, 8, 8, generator=torch.Generator().manual_seed(0)))]
@@ -282,8 +292,11 @@ def test_archive(tmp, archive, at, new, n):
     data = new if at is None else archive[:at] + new + archive[at + len(new):]
     for f in tmp.glob('bad.db*'): f.unlink()
     (tmp/'bad.db').write_bytes(data[:n])
-    for use in (lambda: read_archive(tmp/'bad.db')), (lambda: Archive(tmp/'bad.db', plain.space).close()):
-        try: use()
+    def held():
+        with Archive(tmp/'bad.db', plain.space) as a: return a.get([arch])
+    arch = arch_of(plain.space)
+    for use,wants in (lambda: read_archive(tmp/'bad.db')[['arch', 'accuracy']].values.tolist(), [[[arch, 0.5]]]),(held, [{arch: (dict(accuracy=0.5), None)}, {}]):
+        try: assert use() in wants[:2 if len(data[:n]) < 2 else 1]                  # SQLite takes a single byte for an empty file
         except (ValueError, OSError) as e: assert 'bad.db' in str(e), e
 
 @generated(50, 500, o=anything, data=st.none() | spoiled(written(lambda f: torch.save(dict(model={}), f))))

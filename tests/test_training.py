@@ -538,6 +538,10 @@ class Half(Callback):
     def after_pred(self): self.learn.pred = self.pred.float()
     def after_loss(self): self.cast.__exit__(None, None, None)
 
+def test_the_learning_rate_falls_along_a_cosine():
+    rates = np.array(fit(learner(), lr=0.1).recorder.lrs)
+    assert len(rates) == 9 and np.allclose(rates, 0.05*(1 + np.cos(np.pi*np.arange(9)/9)))
+
 # Half precision ----------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('joint', [False, True], ids=['in turn', 'joint'])
