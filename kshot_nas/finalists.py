@@ -185,7 +185,8 @@ def finalists(self:KShotLearner,
     if not isinstance(self.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)):         # no classes: the same goal
         mets = [m for m in self.metrics if not isinstance(m, ValueMetric)]
         kwargs = dict(loss_func=self.loss_func, metrics=mets) | kwargs
-    trainings = Trainings(self.dls, lambda a: self.subnet(a, weights='fresh'), folder, workers, follow, **kwargs)
+    start = kwargs.get('weights', 'fresh')
+    trainings = Trainings(self.dls, lambda a: self.subnet(a, weights=start), folder, workers, follow, **kwargs)
     rows,curves = [],[]
     def train(archs, epochs):
         new = trainings.curves(archs, epochs, seed)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torchvision.models import resnet18
 
 from kshot_nas.app import cli, plan
 from kshot_nas.app.folder import RunFolder
@@ -89,6 +91,18 @@ def test_own_space_has_its_own_size(capsys, tmp_path, monkeypatch):
     for more,size in ([], 24),(['--size', '16'], 16):
         assert cli.main([*argv, *more]) == 0
         assert f'images of 3x{size}x{size}' in capsys.readouterr().out
+
+def test_known_networks_as_spaces(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    images(tmp_path/'pets')
+    torch.save(resnet18(num_classes=7).state_dict(), tmp_path/'weights.pth')
+    argv = '--dry-run --data pets --bs 4 --k 2 --size 32 --space torchvision:resnet18'.split()
+    assert cli.main([*argv, '--weights', 'weights.pth']) == 0
+    assert 'torchvision:resnet18: 2,097,152 architectures' in capsys.readouterr().out
+    (tmp_path/'weights.pth').write_text('none')
+    assert 'weights.pth' in refused(capsys, tmp_path, *argv, '--weights', 'weights.pth')
+    assert 'has no network' in refused(capsys, tmp_path, *argv[:-1], 'torchvision:resnet17')
+    assert '--weights are for networks' in refused(capsys, tmp_path, '--data', 'pets', '--bs', 4, '--weights', 'weights.pth')
 
 @pytest.mark.slow
 def test_images_of_ones_own(tmp_path):

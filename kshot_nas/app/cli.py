@@ -31,7 +31,8 @@ _options = {
         ('--valid-pct', 'PCT', float, 'percentage for validation, if there is no folder valid (default: 20)'),
         ('--size', 'PIXELS', int, 'height and width to which images are brought (default: what the space is made for)'),
         ('--augment', None, None, 'mirror, turn and light training images at random: for photographs'),
-        ('--space', 'SPACE', str, 'tiny, mobilenet, nb201, or your own as module:function (default: tiny)'),
+        ('--space', 'SPACE', str, 'tiny, mobilenet, nb201, torchvision:NAME, timm:NAME or your own as module:function'),
+        ('--weights', 'FILE', str, 'weights of the network of torchvision or timm (default: fresh ones)'),
         ('--max-flops', 'N', read_number, 'multiply-adds allowed for one image, such as 330M (default: the median)')],
     'how hard to try': [
         ('--preset', 'NAME', str, 'paper: its recipe for ImageNet; other options override it'),
@@ -79,7 +80,7 @@ def _given(args:dict) -> dict:
     "What was said about the settings"
     others = 'out', 'resume', 'dry_run', 'onnx', 'int8', 'device', 'workers'
     given = {k:v for k,v in args.items() if k not in others}
-    return {**given, 'data': str(Path(given['data']).absolute())} if 'data' in given else given
+    return {**given, **{k:str(Path(given[k]).absolute()) for k in ('data', 'weights') if k in given}}
 
 def _prepare(args:dict) -> tuple:
     "From arguments to a plan, its folder, and whether it has been started before; all errors come from here"
@@ -93,13 +94,15 @@ def _prepare(args:dict) -> tuple:
     if resume and there is None: raise ValueError(
         f"there is no run in {folder} to go on with: check --out, or leave out --resume to start one")
     space = str((there or settings).get('space'))
-    if ':' in space and given.get('space') != space: raise ValueError(
+    if _foreign(space) and given.get('space') != space: raise ValueError(
         f"the run in {folder} wants to run the code {space}: if you trust it, say so with --space {shlex.quote(space)}")
     if workers < 1: raise ValueError(f'workers must be at least 1; got {workers}')
     if args.get('onnx') or args.get('int8'): _check_onnx()
     plan = make_plan(complete(there or settings), args.get('device'), workers, check=there is None)
     plan.check_resources(shutil.disk_usage(files.above).free if there is None else float('inf'))
     return plan,folder,there is not None
+
+def _foreign(space): return ':' in space and not space.startswith(('torchvision:', 'timm:'))    # code of others
 
 def _check_onnx():
     from kshot_nas.export import missing_for_onnx
@@ -187,7 +190,8 @@ def _again(folder):
     "The command by which a run goes on; code of others is named again, since it will be run"
     from kshot_nas.app.folder import RunFolder
     space = (RunFolder(folder).config() or dict(settings={}))['settings'].get('space', '')
-    return shlex.join(['kshot_search', '--resume', '--out', str(folder), *(['--space', space] if ':' in space else [])])
+    named = ['--space', space] if _foreign(space) else []
+    return shlex.join(['kshot_search', '--resume', '--out', str(folder), *named])
 
 def _why(e) -> str:
     "An error in a line"

@@ -29,8 +29,9 @@ from ..space import Arch
 from ..supernet import Supernet
 
 # %% ../../nbs/app/62_plan.ipynb #27625763
-_base   = dict(data='digits', valid_pct=20, size=None, augment=False, space='tiny', max_flops=None, preset=None,
-               k=8, epochs=30, lr=0.1, bs=64, pop=50, gens=20, finalists=5, retrain_epochs=30, trials=1, seed=0)
+_base   = dict(data='digits', valid_pct=20, size=None, augment=False, space='tiny', weights=None, max_flops=None,
+               preset=None, k=8, epochs=30, lr=0.1, bs=64, pop=50, gens=20, finalists=5, retrain_epochs=30, trials=1,
+               seed=0)
 _digits = dict(size=8, epochs=20, bs=50, gens=10, finalists=3, retrain_epochs=5, trials=3)     # two minutes
 _paper  = dict(space='mobilenet', size=224, augment=True, max_flops=330_000_000,
                epochs=120, lr=0.12, bs=1024, retrain_epochs=350)
@@ -45,6 +46,7 @@ def complete(
     res = {**_base, **(_digits if digits else {}), **(_paper if preset else {}), **given}
     for name in ('data', 'space'):
         if not isinstance(res[name], str): raise ValueError(f"{name} must be a name; got {res[name]!r:.100}")
+    if not isinstance(res['weights'], str|None): raise ValueError(f"weights must be a file; got {res['weights']!r}")
     if res['size'] is None: res['size'] = image_size(res['space'])
     for name in ('size', 'epochs', 'bs', 'pop', 'gens', 'finalists', 'retrain_epochs', 'trials', 'k'):
         whole(res[name], name, 1)
@@ -221,7 +223,7 @@ class _FewSteps(Callback):
         self.times.append(time.perf_counter())
         if len(self.times) > self.n_steps or self.times[-1] - self.times[0] > self.most: raise CancelFitException
     @property
-    def seconds(self): return np.diff(self.times[2:] if len(self.times) > 3 else self.times).mean()    # the first warm up
+    def seconds(self): return np.diff(self.times[2:] if len(self.times) > 3 else self.times).mean()
 
 # %% ../../nbs/app/62_plan.ipynb #71aa0004
 @patch

@@ -50,6 +50,7 @@ class Run:
         self.progress,self.say,self.trained = progress,say,False
         self.pace = Pace(plan.work, log.info if progress else say)
         self.settings,self.task,self.table,self.space = plan.settings,plan.task,plan.table,plan.learn.space
+        self.start_weights = 'inherit' if plan.settings['weights'] else 'fresh'     # trained ones are not thrown away
 
 # %% ../../nbs/app/63_run.ipynb #aebf9c91
 @patch
@@ -223,7 +224,7 @@ def finals(self:Run) -> str:
     s = self.settings
     with self._one_loader(): final = self.learn.finalists(
         self.result, s['finalists'], s['retrain_epochs'], folder=self.folder/'checkpoints/alone', workers=self.workers,
-        seed=s['seed'], follow=self._follow)
+        seed=s['seed'], follow=self._follow, weights=self.start_weights)
     rows,known = final.table.rename(columns={'accuracy': 'retrained'}),self.evaluate(list(final.table.arch.unique()))
     rows = rows.drop(columns='flops').merge(known, on='arch', how='left', sort=False).assign(seed=s['seed'])
     with published(self.folder/'finals.csv') as tmp: final.curves.to_csv(tmp, index=False)
@@ -260,8 +261,8 @@ def retrain(self:Run) -> str:
     s,finals = self.settings,self.files.rows('finals')
     best = {role:finals[finals.role == r].arch.iloc[-1] for role,r in dict(winner='finalist', random='random').items()}
     borrowed = self.evaluate(list(best.values())).set_index('arch').to_dict('index')
-    trainings = Trainings(self.task.dls, lambda a: self.learn.subnet(a, weights='fresh'),
-                          self.folder/'checkpoints/alone', self.workers, self._follow)
+    trainings = Trainings(self.task.dls, lambda a: self.learn.subnet(a, weights=self.start_weights),
+                          self.folder/'checkpoints/alone', self.workers, self._follow, weights=self.start_weights)
     rows = []
     for seed in range(s['seed'], s['seed']+s['trials']):
         with self._one_loader(): trainings.curves(list(best.values()), s['retrain_epochs'], seed)
