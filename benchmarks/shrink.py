@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from fastai.vision.all import (ImageDataLoaders, Learner, Normalize, accuracy, get_image_files, imagenet_stats,
-                               set_seed)
+from fastai.vision.all import (CategoryBlock, DataBlock, GrandparentSplitter, ImageBlock, Learner, Normalize, accuracy,
+                               get_image_files, imagenet_stats, parent_label, set_seed)
 from PIL import Image, ImageDraw
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -65,8 +65,10 @@ class Ways:
     "Ways to half the FLOPs, each a method that gives a trained network"
     def __init__(self, path, seed):
         self.seed,self.path = seed,path
-        self.dls = ImageDataLoaders.from_folder(path, valid='valid', bs=64, num_workers=0, seed=seed,
-                                                batch_tfms=Normalize.from_stats(*imagenet_stats))
+        def images(path): return sorted(get_image_files(path, folders=['train', 'valid']))
+        block = DataBlock((ImageBlock, CategoryBlock), get_items=images, splitter=GrandparentSplitter(),
+                          get_y=parent_label, batch_tfms=Normalize.from_stats(*imagenet_stats))
+        self.dls = block.dataloaders(path, bs=64, num_workers=0)
         set_seed(seed)
         self.model = self.fit(resnet18(num_classes=8), 6, 3e-3)
         self.net = elastic_supernet(self.model, k=2, in_shape=(3, 32, 32), order='norm')
@@ -82,7 +84,7 @@ class Ways:
 
     def score(self, model, test=True):
         "Accuracy on the test images, or on those for validation"
-        dl = self.dls.test_dl(get_image_files(self.path/'test'), with_labels=True) if test else self.dls.valid
+        dl = self.dls.test_dl(sorted(get_image_files(self.path/'test')), with_labels=True) if test else self.dls.valid
         learn = self.learner(model)
         with learn.no_bar(): return learn.validate(dl=dl)[1]
 

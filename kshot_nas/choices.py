@@ -151,7 +151,8 @@ class ChannelLabels:
             view[m.channel_dim] = n
             labels = own[:n]
             if (groups := getattr(m, 'groups', 1)) > 1:
-                labels = labels*given.view(m.groups_of(len(given)), -1).mean(1).repeat_interleave(m.out_channels//groups)
+                means = given.view(m.groups_of(len(given)), -1).mean(1)
+                labels = labels*means.repeat_interleave(m.out_channels//groups)
             return labels.view(view).expand(shape)
         m.forward = forward
 

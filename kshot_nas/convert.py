@@ -151,7 +151,7 @@ def recalibrate(
 
 # %% ../nbs/13_convert.ipynb #a4b0c1d3
 def read_weights(
-    weights # a file, or a state dict
+    weights:str|Path|dict # a file, or a state dict
 ) -> dict:
     "The state dict in a file; nothing but tensors is read from it"
     if isinstance(weights, dict): return weights

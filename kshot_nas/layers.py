@@ -193,7 +193,7 @@ def _merged_or_missing(self:KLayer, name):
     return self.merged(name)
 
 # %% ../nbs/12_layers.ipynb #e975c4a6
-def conv2d(x, w, b, stride, padding, dilation, groups):
+def conv2d(x:Tensor, w:Tensor, b:Tensor, stride:tuple, padding:tuple|str, dilation:tuple, groups:int) -> Tensor:
     "`F.conv2d`; when it is 1x1 with a stride, take the pixels first"
     if stride != (1,1) and w.shape[2:] == (1,1) and padding == (0,0):
         x,stride = x[..., ::stride[0], ::stride[1]],(1,1)

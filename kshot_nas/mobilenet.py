@@ -10,6 +10,7 @@ import logging, math
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 from torchvision.ops import Conv2dNormActivation, SqueezeExcitation
@@ -135,10 +136,10 @@ def mobilenet_supernet(
 
 # %% ../nbs/21_mobilenet.ipynb #b5c1d2e3
 def inherit(
-    net:nn.Module,  # a network of the space, before it is made a supernet
-    pretrained,     # weights of torchvision's MobileNetV2: a file, a state dict or the network
-    stages:tuple    # of the space
-) -> list:          # names of the parts of MobileNetV2 that did not fit
+    net:nn.Module,                       # a network of the space, before it is made a supernet
+    pretrained:str|Path|dict|nn.Module,  # weights of torchvision's MobileNetV2: a file, a state dict or the network
+    stages:tuple                         # of the space
+) -> list:                               # names of the parts of MobileNetV2 that did not fit
     "Copy the weights of MobileNetV2 into the blocks of `net` that match"
     weights = pretrained.state_dict() if isinstance(pretrained, nn.Module) else read_weights(pretrained)
     parts,layers,i = {'features.0': net.stem, 'features.1': net.first, 'features.18': net.last},iter(net.layers),2
