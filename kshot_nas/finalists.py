@@ -17,6 +17,7 @@ import pandas as pd, torch
 from fastai.learner import ValueMetric
 from fastai.losses import CrossEntropyLossFlat
 from fastcore.basics import patch
+from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 from .check import instance, whole
@@ -228,5 +229,6 @@ def plot_finals(
     ax.plot([], [], 'o', c='k', label='goes on, or wins')
     ax.plot([], [], 'x', c='k', label='dropped')
     ax.set(xlabel='epoch', ylabel=f'{metric.replace("_", " ")}, validation')
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False, fontsize=8, ncols=2)
     return ax

@@ -110,7 +110,7 @@ def test_images_of_ones_own(tmp_path):
     status,out,err = run('--data', 'pets', '--size', 16, '--bs', 8, '--augment', *small[:4], '--pop', 4, '--gens', 2, '--finalists', 2, '--retrain-epochs', 2, '--workers', 2, cwd=tmp_path)
     assert (status, err) == (0, ''), err
     config = json.loads((tmp_path/'runs/pets/config.json').read_text())
-    assert config['data'] == dict(name='pets', train=19, valid=5, test=16, classes=['cat', 'dog'], shape=[3,16,16], chance=0.5)
+    assert config['data'] == dict(name='pets', train=20, valid=4, test=16, classes=['cat', 'dog'], shape=[3,16,16], chance=0.5)
 
 # Interrupted (killed: see below) ---------------------------------------------------------------------------------------------
 
