@@ -168,7 +168,7 @@ def _write_about(path, about):
 def quantize_onnx(
     path,           # an ONNX file of `export_onnx`, made from a `Classifier`
     images:list,    # uint8 images, each (height, width, channels), such as a hundred of the training set
-    dest            # file to write
+    dest:str|Path   # file to write
 ) -> Path:
     "Write the network of an ONNX file with weights and activations of 8 bits"
     import onnx

@@ -23,7 +23,7 @@ from torch import nn
 from .check import instance, whole
 from .checkpoint import published
 from .cost import CostTable
-from .evaluate import _end_with
+from .evaluate import end_with
 from .problem import direction
 from .result import SearchResult
 from .retrain import RetrainLearner, retrain_learner
@@ -107,7 +107,7 @@ class Trainings:
         self.dls,self.make,self.folder,self.workers = dls,make,Path(folder),whole(workers, 'workers', 1)
         self.follow,self.kwargs = follow,kwargs
 
-    def at(self, arch, n_epoch, seed) -> Path:
+    def at(self, arch:Arch, n_epoch:int, seed:int) -> Path:
         "The folder of a training"
         return self.folder/hashlib.sha256(f'{arch} {n_epoch} {seed}'.encode()).hexdigest()[:16]
 
@@ -118,7 +118,7 @@ class Trainings:
 
 def _train(dls, model, n_epoch, seed, folder, kwargs, cbs=None, threads=None, pid=None):
     "Train a network, or what is left of its training, and write its curve; `threads` and `pid` are for processes"
-    if threads: torch.set_num_threads(threads), _end_with(pid)
+    if threads: torch.set_num_threads(threads), end_with(pid)
     learn = retrain_learner(dls, model, seed=seed, **kwargs)
     with learn.no_bar(), learn.no_logging(): learn.fit_retrain(n_epoch, checkpoint=folder, keep=1, cbs=cbs)
     curve = pd.DataFrame(list(map(list, learn.recorder.values)), columns=list(learn.recorder.metric_names)[1:-1])

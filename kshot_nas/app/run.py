@@ -7,7 +7,7 @@ __all__ = ['log', 'Run', 'Pace', 'Follow', 'predictions', 'accuracies']
 
 # %% ../../nbs/app/63_run.ipynb #1e18d2dc
 import json, logging, platform, time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from importlib.metadata import version
@@ -28,7 +28,6 @@ from ..export import export_onnx, missing_for_onnx, quantize_onnx, save_model
 from ..finalists import Trainings
 from ..result import SearchResult
 from ..score import KShotLearner
-from ..space import Arch
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +286,7 @@ def _measured(self:Run, learn) -> dict:
 # %% ../../nbs/app/63_run.ipynb #6d1f2a32
 def predictions(
     classify:Callable,  # takes uint8 images, (images, height, width, channels), and gives probabilities
-    images              # single images, of any sizes
+    images:Iterable     # single images, of any sizes
 ) -> np.ndarray:
     "The classes, by number, that raw images get; images of one size that follow one another go together"
     res,some = [],[]

@@ -58,7 +58,7 @@ def find_space(
     if not callable(found): raise ValueError(f"the module {module!r} has no function {function!r}")
     return found,{}
 
-def is_network(space) -> bool:
+def is_network(space:str) -> bool:
     "Is this space a network of torchvision or timm?"
     return str(space).startswith(('torchvision:', 'timm:'))
 
