@@ -103,7 +103,8 @@ def ablate(
     archs = bench.archs if archs is None else archs
     files = {(name,s):_file(folder, bench, name, run, s, archs) for s in seeds for name,run in runs.items()}
     todo = [(runs[name], s, archs, f) for (name,s),f in files.items() if _read(f) is None]
-    done = joblib.Parallel(workers, return_as='generator_unordered')(joblib.delayed(_work)(bench, *t, checkpoints) for t in todo)
+    run = joblib.Parallel(workers, return_as='generator_unordered')
+    done = run(joblib.delayed(_work)(bench, *t, checkpoints) for t in todo)
     for _ in progress_bar(done, total=len(todo), leave=False) if progress and todo else done: pass
     return pd.DataFrame([_row(bench, archs, *key, _read(f)) for key,f in files.items()])
 
