@@ -7,7 +7,7 @@ __all__ = ['Classifier', 'classifier_of', 'export_torch', 'export_onnx', 'missin
            'load_model']
 
 # %% ../nbs/40_export.ipynb #0e3d2c13
-import importlib.util, json, pickle, sys, warnings
+import importlib.util, json, pickle, sys, warnings, zipfile
 from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
@@ -149,7 +149,7 @@ def export_onnx(
                           input_names=['image'], dynamic_shapes=_any_size(model),
                           output_names=['probabilities' if isinstance(model, Classifier) else 'logits'])
         _write_about(tmp, getattr(model, 'about', {}))
-        session = onnxruntime.InferenceSession(tmp, providers=['CPUExecutionProvider'])
+        session = onnxruntime.InferenceSession(tmp.read_bytes(), providers=['CPUExecutionProvider'])    # any name will do
         _compare(model, lambda xb: session.run(None, {'image': xb.numpy()})[0], batches, 'ONNX file', tol)
     return path
 
@@ -211,11 +211,15 @@ def load_model(
     "The network in `path`, in evaluation mode, with its `arch` and the `info` that was stored along as attributes"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}")
     try:
+        if zipfile.is_zipfile(path) and any(i.compress_type for i in zipfile.ZipFile(path).infolist()):
+            raise ValueError("it is compressed, and may unpack to any size")
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.serialization.safe_globals([_network_class(n) for n in names]):
+        with torch.device('meta'), torch.serialization.safe_globals([_network_class(n) for n in names]):
             saved = torch.load(path, map_location='cpu', weights_only=True)
         if saved['format'] != _format: raise ValueError(f"its format is {saved['format']!r}, not {_format!r}")
         model = saved['model']
+        if any(t.is_meta for t in model.state_dict().values()):         # else they would take memory by now
+            raise ValueError("it asks for layers to be made, of any size, instead of holding them")
         model.arch,model.info = Arch.parse(saved['arch']),saved['info']
     except Exception as e:
         raise ValueError(f"{path} is damaged, or was not written by `save_model` ({type(e).__name__}: {e})") from e
