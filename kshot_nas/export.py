@@ -149,7 +149,7 @@ def export_onnx(
                           input_names=['image'], dynamic_shapes=_any_size(model),
                           output_names=['probabilities' if isinstance(model, Classifier) else 'logits'])
         _write_about(tmp, getattr(model, 'about', {}))
-        session = onnxruntime.InferenceSession(tmp.read_bytes(), providers=['CPUExecutionProvider'])    # any name will do
+        session = onnxruntime.InferenceSession(tmp.read_bytes(), providers=['CPUExecutionProvider'])
         _compare(model, lambda xb: session.run(None, {'image': xb.numpy()})[0], batches, 'ONNX file', tol)
     return path
 

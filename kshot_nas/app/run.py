@@ -310,7 +310,7 @@ def accuracies(pred:np.ndarray, labels:np.ndarray) -> dict:
 def _session(path):
     "The network in an ONNX file, as a function"
     import onnxruntime
-    session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
+    session = onnxruntime.InferenceSession(Path(path).read_bytes(), providers=['CPUExecutionProvider'])
     return lambda x: session.run(None, {'image': x})[0]
 
 @patch
