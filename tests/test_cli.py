@@ -183,7 +183,8 @@ def test_bad_numbers(capsys, tmp_path, monkeypatch):
 
 def test_not_enough_room(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.shutil, 'disk_usage', lambda path: type('Usage', (), dict(free=1000)))
+    if Path('/proc').is_dir(): assert "/proc can't be written to: use another --out" in refused(capsys, tmp_path, '--out', '/proc/foo')
+    monkeypatch.setattr(cli.shutil, 'disk_usage', lambda path: type('Usage', (), dict(free=1000, total=2000)))
     assert 'MB of disk, and 1.0 kB are free' in refused(capsys, tmp_path)
     monkeypatch.setattr(plan, 'free_memory', lambda device: 1000)
     assert 'MB of memory, and 1.0 kB are free' in refused(capsys, tmp_path)

@@ -6,7 +6,7 @@
 __all__ = ['extendable', 'RunFolder', 'Results']
 
 # %% ../../nbs/app/60_folder.ipynb #7b957bbd
-import hashlib, json, os
+import hashlib, json, os, shutil
 from functools import cached_property
 from pathlib import Path
 
@@ -143,7 +143,9 @@ def check(self:RunFolder,
     "Raise an error unless this folder is new, or belongs to a run with these settings, or with less of the same"
     folder,above = self.path,self.above
     if not above.is_dir(): raise ValueError(f"{above} is not a folder: use another --out")
-    if not os.access(above, os.W_OK | os.X_OK): raise ValueError(f"{above} can't be written to: use another --out")
+    real = shutil.disk_usage(above).total > 0                       # not so in /proc, where root may write and can't
+    if not (real and os.access(above, os.W_OK | os.X_OK)):
+        raise ValueError(f"{above} can't be written to: use another --out")
     if config := self.config():
         there = config['settings']
         both = [k for k in extendable if type(there.get(k)) is type(wanted.get(k)) is int]
