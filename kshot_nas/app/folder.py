@@ -67,10 +67,11 @@ _columns = ['stage', 'role', 'round', 'arch', 'n_epoch', 'seed', 'generation', '
 
 @patch
 def add(self:RunFolder, stage:str, rows:pd.DataFrame):
-    "Add the rows of a stage to `results.csv`"
-    before = self.results()
+    "Add the rows of a stage to `results.csv`, which has the stages in their order"
+    before,order = self.results(),list(self.stages).index
     before,rows = before[before.stage != stage].dropna(axis=1, how='all'),rows.assign(stage=stage)
     rows = pd.concat([before, rows], ignore_index=True) if len(before) else rows
+    rows = rows.sort_values('stage', key=lambda stages: stages.map(order), kind='stable')
     with published(self.path/'results.csv') as tmp: rows.filter(_columns).to_csv(tmp, index=False)
 
 @patch
