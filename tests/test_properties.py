@@ -371,6 +371,7 @@ def test_no_file_runs_code(tmp_path):
     (tmp_path/'training.csv').write_text('epoch,phase,loss,r_c\n0,items,1,\n')
     (tmp_path/'results.csv').write_text('stage,arch\nrank,0-0-0\n')
     (tmp_path/'config.json').write_text(json.dumps(dict(settings={}, data={}, space=json.loads(plain.space.to_json()))))
+    for name in 'finals.csv', 'best.json': (tmp_path/name).write_text('')
     (tmp_path/'models').mkdir()
     torch.save(dict(model=trap, opt=None), tmp_path/'models/trap.pth')
     numpy = [lambda f=f: list(np.load(tmp_path/f, allow_pickle=True)) for f in ('codes.npy', 'pickle.npz')]
