@@ -10,6 +10,7 @@ import subprocess
 import sys
 import stat
 import time
+import zipfile
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
@@ -171,7 +172,7 @@ def test_killed_and_restarted(never_killed, tmp_path, rng):
         elif halt[0] == 'unlink': assert len(checkpoints(tmp_path)) == 3
         else:
             assert [epoch_of(p) for p in tmp] == [done+1]
-            assert (tmp[0].stat().st_size < 0.6*checkpoints(tmp_path)[-1].stat().st_size) == (halt[0] == 'fsync')
+            assert zipfile.is_zipfile(tmp[0]) == (halt[0] != 'fsync')               # cut in half, or whole
     assert sum(n > 0 for n in lost) >= 2, f'hardly any process was killed in the middle of an epoch: {lost}'
     assert tmp and 0 < done < 16
     with training(tmp_path) as run: (res,),epochs = finish(*run)
