@@ -81,19 +81,20 @@ def eval_arch(self:KShotLearner,
     "Loss and metrics of `arch` on the validation set, with the weights it borrows from the supernet"
     one_of(stats, 'stats', ('batch', 'train'))
     lam,training = self.code(arch) if lam is None else lam,self.model.training
+    running = [m for m in self.net.norms if m.track_running_stats]
     try:
-        self.model.eval()
+        if training or self.net.training: self.model.eval()             # which walks over all modules
         if stats == 'train' or whole(adapt, 'adapt'):
             plain = self.net.subnet(arch, lam, data=self._stats_batches(n_stats))
             if adapt: self._adapt(plain, adapt, number(adapt_lr, 'adapt_lr', above=0))
             with torch.inference_mode(): return self._measure(plain.eval())
         self._refuse_single_images()
-        running = [m for m in self.net.norms if m.running_mean is not None]
         with torch.inference_mode(), self.net.frozen() if running else nullcontext(), self.net.use(arch, lam):
             for m in running: m.train()                         # the batch's statistics, and copies of the running ones
             return self._measure(self.net)
     finally:
-        self.model.train(training)
+        for m in running: m.eval()
+        if training: self.model.train()
         self._end_cleanup()
 
 @patch

@@ -56,7 +56,7 @@ class Supernet(nn.Module):
         s = self.in_shape
         if s is not None and (x.ndim != len(s)+1 or x.shape[1] != s[0]):       # layers would cut themselves to fit
             raise ValueError(f"this supernet takes batches of inputs of shape {s}; got {tuple(x.shape)}")
-        return self.net(x)
+        return self.net(x if type(x) is Tensor else x.as_subclass(Tensor))     # fastai's tensors are slow
     def skeleton(self): return skeleton(self)
 
 # %% ../nbs/19_supernet.ipynb #7c6a9911
