@@ -70,17 +70,24 @@ def model_card(
     for k in accuracy: one_of(k, 'a key of accuracy', _meaning)
     names = space.names(space.check(arch))
     def measured(k, a):
-        return dict(value=float(a), standard_error=round(math.sqrt(a*(1-a)/n_valid), 4), meaning=_meaning[k])
-    card = dict(architecture=str(arch), operations=list(names['ops']), widths=[float(w) for w in names['widths']],
-                space_size=str(space.size), flops=flops, parameters=params, budget_flops=max_flops,
+        return dict(value=float(a),
+                    standard_error=round(math.sqrt(a*(1-a)/n_valid), 4),
+                    meaning=_meaning[k])
+    card = dict(architecture=str(arch), operations=list(names['ops']),
+                widths=[float(w) for w in names['widths']],
+                space_size=str(space.size), flops=flops, parameters=params,
+                budget_flops=max_flops,
                 accuracy={k:measured(k, a) for k,a in accuracy.items()},
-                data=dict(name=data, training_images=n_train, validation_images=n_valid, seen_by_search=not held_out),
-                seeds=seeds, recipe=recipe or {}, versions=dict(python=platform.python_version()), use=use)
+                data=dict(name=data, training_images=n_train,
+                          validation_images=n_valid, seen_by_search=not held_out),
+                seeds=seeds, recipe=recipe or {},
+                versions=dict(python=platform.python_version()), use=use)
     if chance is not None: card['accuracy_by_chance'] = round(float(chance), 4)
     if balanced is not None: card['balanced_accuracy'] = round(float(balanced), 4)
     card['versions'] |= {m:_version(m) for m in ('kshot_nas', 'torch', 'fastai')}
     text = _markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n'
-    with published(path) as tmp: tmp.write_text(text, encoding='utf-8', errors='surrogateescape')
+    with published(path) as tmp:
+        tmp.write_text(text, encoding='utf-8', errors='surrogateescape')
     return card
 
 # %% ../nbs/41_card.ipynb #0a823cd3

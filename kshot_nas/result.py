@@ -42,7 +42,8 @@ class SearchResult:
         good = self.history[self.history.failure.isna()] if 'failure' in self.history else self.history
         if not len(good):
             raise ValueError(f"none of {len(self.history)} evaluations succeeded, so there is no best architecture")
-        return good.sort_values([self.metric, self.cost], ascending=[self.sign < 0, True], kind='stable')
+        return good.sort_values([self.metric, self.cost],
+                                ascending=[self.sign < 0, True], kind='stable')
 
     @property
     def best(self) -> Arch:
