@@ -56,7 +56,7 @@ def fair_stream(
 # %% ../nbs/14_sample.ipynb #e4e02b37
 @lru_cache(maxsize=4)
 def _cost_chances(cost, bands=16, steps=2048):
-    "Steps of each choice, and summed chances: of totals, and of choices given steps left"
+    "Steps of choices; summed chances of totals, and of choices given the steps left"
     spread = sum(max(c) - min(c) for c in cost)
     def in_steps(c): return np.rint((np.array(c) - min(c))/(spread or 1)*steps)
     units = [in_steps(c).astype(int) for c in cost]                  # s_{l,i}
