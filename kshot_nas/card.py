@@ -48,7 +48,7 @@ def _version(name):
     except PackageNotFoundError: return 'not installed'
 
 def model_card(
-    path,                  # file to write, `.md` or `.json`
+    path,                  # file to write, .md or .json
     arch:Arch,             # the architecture
     space:SearchSpace,     # its space
     accuracy:dict,         # by what it means: 'borrowed', 'retrained', 'int8'
@@ -56,11 +56,11 @@ def model_card(
     n_train:int,           # images trained on
     n_valid:int,           # images the accuracy was measured on
     held_out:bool,         # were these kept from the search? If not, the accuracy flatters
-    seeds:dict,            # what was seeded with what, such as `dict(supernet=0, retrain=0)`
+    seeds:dict,            # what was seeded with what, such as dict(supernet=0, retrain=0)
     flops:float=None,      # multiply-adds for one image
     params:int=None,       # number of parameters
     max_flops:float=None,  # budget of the search
-    recipe:dict=None,      # how it was trained: `learn.recipe`, and more
+    recipe:dict=None,      # how it was trained: learn.recipe, and more
     chance:float=None,     # accuracy of always saying the most frequent class, to compare with
     balanced:float=None,   # accuracy with every class counting the same
     use:str=None           # code that uses the network, see use_script

@@ -98,7 +98,7 @@ def check_finite(
 
 # %% ../nbs/25_checkpoint.ipynb #92898817
 def seed_epoch(
-    learn,     # the `Learner` that begins an epoch
+    learn,     # the Learner that begins an epoch
     seed:int,  # the seed of the run
     epoch:int  # the number of the epoch
 ):
@@ -144,7 +144,7 @@ def _numbers(ds, root):
     except TypeError: return None
 
 def item_ids(
-    dls             # `DataLoaders`
+    dls             # DataLoaders
 ) -> tuple|None:  # a number for each item of the training set and of the validation set; None if unknown
     "By what the items of both sets can be known again, in another process"
     numbers = [_numbers(ds, f'{dls.path}{os.sep}')
@@ -164,7 +164,7 @@ def _epoch(path): return int(path.stem[6:].split('-')[0])
 
 def write_checkpoint(
     folder,     # where to
-    state:dict, # `model`, `opt`, `epoch`, `config` and `more`
+    state:dict, # model, opt, epoch, config and more
     keep:int=3  # how many to keep
 ) -> Path:
     "Write `state` to `folder` in one go, and remove all but the last `keep`"
@@ -280,9 +280,9 @@ class ResumableLearner(Learner):
 
     def fit_rest(self,
         n_epoch:int,                # epochs of the whole run
-        lr:float,                   # learning rate, for `fit`
-        saver:SaveCheckpoints=None, # writes checkpoints, and knows where to go on, if asked to `load` one
-        wd:float=None,              # weight decay, for `fit`
+        lr:float,                   # learning rate, for fit
+        saver:SaveCheckpoints=None, # writes checkpoints, and knows where to go on, if asked to load one
+        wd:float=None,              # weight decay, for fit
         cbs=None                    # more callbacks
     ) -> bool:                      # was there anything left?
         "Train what is left of a run of `n_epoch` epochs"

@@ -20,7 +20,7 @@ from .supernet import Supernet
 
 # %% ../nbs/35_data.ipynb #2eccceea
 def one_input(
-    dls     # `DataLoaders`
+    dls     # DataLoaders
 ) -> Tensor:
     "The inputs of one batch"
     try: x,*_,y = dls.one_batch()
@@ -39,7 +39,7 @@ def _refuse_other_tasks(x, y):
         "the targets are masks: supernets give one answer for an image, which is not enough for segmentation")
 
 def n_classes(
-    dls,            # `DataLoaders`
+    dls,            # DataLoaders
     n_out:int=None  # what the user says
 ) -> int:
     "The number of outputs that the data wants, unless the user has said it"
@@ -120,7 +120,7 @@ def _as_supernet(module, k, shape, name, kwargs) -> Supernet:
 
 # %% ../nbs/35_data.ipynb #a648c48f
 def supernet_for(
-    dls,            # `DataLoaders`
+    dls,            # DataLoaders
     supernet,       # a function that makes a supernet, a Supernet, or a module with choices
     k:int=None,     # number of items; 8, or the supernet's own, if None
     n_in:int=None,  # number of input channels; that of the data if None

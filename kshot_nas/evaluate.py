@@ -25,10 +25,10 @@ from .space import Arch
 
 # %% ../nbs/29_evaluate.ipynb #0ca3bf45
 def attempt(
-    evaluate:Callable, # takes an `Arch`, gives a number, or several as a dict
+    evaluate:Callable, # takes an Arch, gives a number, or several as a dict
     metric:str,        # the number that must be there, and finite
     arch:Arch          # the architecture
-) -> tuple:            # numbers by name, and why it failed or `None`
+) -> tuple:            # numbers by name, and why it failed or None
     "Evaluate `arch`, and catch what goes wrong"
     try:
         res = evaluate(arch)
@@ -107,10 +107,10 @@ class Evaluations:
     def __init__(self,
         problem:ArchProblem, # what is searched
         archive=None,        # a file that keeps all evaluations, and is asked before anything is evaluated
-        workers:int=1,       # processes that evaluate; or else what joblib's `parallel_config` says
+        workers:int=1,       # processes that evaluate; or else what joblib's parallel_config says
         seed:int=None,       # of the search, for the archive
         retry:bool=False,    # evaluate again what has failed according to the archive?
-        total:int=None       # show a bar for this many; or a function that is told of each evaluation; no bar if `None`
+        total:int=None       # show a bar for this many; or a function that is told of each evaluation; no bar if None
     ):
         if type(workers) is not int or workers == 0:
             raise ValueError(f"workers must be an int: 1, 2, ..., or -1 for one per processor; got {workers!r}")
@@ -202,7 +202,7 @@ def draw(self:Evaluations,
     n:int,                    # how many
     rng:np.random.Generator,  # source of randomness
     taken=()                  # not these
-) -> list:                    # fewer than `n` if there are no more
+) -> list:                    # fewer than n if there are no more
     "Different architectures within the limits, drawn at random among those without a record"
     return self.problem.draw(n, rng, {*self.records, *taken})
 

@@ -31,10 +31,10 @@ class Classifier(nn.Module):
     def __init__(self,
         model:nn.Module,    # takes normalized images, (images, channels, height, width), and gives logits
         classes:list,       # their names
-        size:tuple,         # height and width that `model` was trained with
+        size:tuple,         # height and width that model was trained with
         mean=0.,            # what is subtracted from images that were divided by 255, a number for each channel or one
         std=1.,             # and what they are divided by then
-        resize:str='squish',# 'squish' an image to `size`, or 'crop' it to the square in its middle first
+        resize:str='squish',# 'squish' an image to size, or 'crop' it to the square in its middle first
         channels:int=3,     # 3 for RGB, 1 for grey
         **about
     ):
@@ -67,7 +67,7 @@ class Classifier(nn.Module):
 
 # %% ../nbs/40_export.ipynb #6d2f64da
 def classifier_of(
-    learn,          # a `Learner` for images, as of `retrain_learner`
+    learn,          # a Learner for images, as of retrain_learner
     **about
 ) -> Classifier:
     "The network of `learn` with the preprocessing of its validation images; `about` as for `Classifier`"
@@ -127,9 +127,9 @@ def _any_size(model):
 
 # %% ../nbs/40_export.ipynb #ff6e26a9
 def export_torch(
-    model:nn.Module,  # the network; a `Classifier` for raw images
-    path,             # file to write, ending in `.pt2`
-    x:Tensor=None,    # images to compare outputs on; noise if `None`, of the shape `model.in_shape`
+    model:nn.Module,  # the network; a Classifier for raw images
+    path,             # file to write, ending in .pt2
+    x:Tensor=None,    # images to compare outputs on; noise if None, of the shape model.in_shape
     tol:float=1e-4    # how much outputs may differ, relative to the largest
 ) -> Path:
     "Write `model` as a `torch.export` program for batches of any size"
@@ -148,9 +148,9 @@ def export_torch(
 
 # %% ../nbs/40_export.ipynb #66d7cab9
 def export_onnx(
-    model:nn.Module,  # the network; a `Classifier` for raw images
+    model:nn.Module,  # the network; a Classifier for raw images
     path,             # file to write
-    x:Tensor=None,    # images to compare outputs on; noise if `None`, of the shape `model.in_shape`
+    x:Tensor=None,    # images to compare outputs on; noise if None, of the shape model.in_shape
     tol:float=1e-4    # how much outputs may differ, relative to the largest
 ) -> Path:
     "Write `model` as ONNX, input `image`, output `probabilities` or `logits`; needs the extra `onnx`"
@@ -184,7 +184,7 @@ def _write_about(path, about):
 
 # %% ../nbs/40_export.ipynb #5b04827d
 def quantize_onnx(
-    path,          # an ONNX file of `export_onnx`, made from a `Classifier`
+    path,          # an ONNX file of export_onnx, made from a Classifier
     images:list,   # uint8 images, each (height, width, channels), such as a hundred of the training set
     dest:str|Path  # file to write
 ) -> Path:
@@ -228,7 +228,7 @@ def save_model(
     return Path(path)
 
 def load_model(
-    path        # file that `save_model` has written
+    path        # file that save_model has written
 ) -> nn.Module:
     "The network in `path`, in evaluation mode, with its `arch` and the `info` that was stored along as attributes"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}")

@@ -100,7 +100,7 @@ def equal_cost(
 class Trainings:
     "Networks trained alone: what is finished is found again"
     def __init__(self,
-        dls,                   # `DataLoaders`
+        dls,                   # DataLoaders
         make:Callable,         # gives the plain network of an architecture
         folder,                # where checkpoints and curves are
         workers:int=1,         # processes that train

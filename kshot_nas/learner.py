@@ -45,32 +45,32 @@ def _make_coder(code, net, seed) -> Coder:
 
 # %% ../nbs/37_learner.ipynb #2dea7a9e
 def kshot_learner(
-    dls,                  # `DataLoaders`
-    supernet,             # a function that makes a supernet, such as tiny_supernet; or a module with choices
+    dls,                  # DataLoaders
+    supernet,             # makes one, such as tiny_supernet; or a module with choices
     k:int=None,           # number of items; 8, or the supernet's own, if None
-    n_paths:int=None,     # architectures in a step for the codes; 16 if each gets 16 images, else fewer, if None
+    n_paths:int=None,     # paths in a step for the codes; by the batch size if None
     temp:float=0.3,       # temperature of the channel regularizer
     alpha:float=1.,       # weight of the channel regularizer
     warmup:int=5,         # epochs with equal codes
-    code='simplex',       # 'simplex' (learned), 'fixed' (1/k), 'random', or what makes a Coder from a space and k
-    seed:int=0,           # decides the initial weights, the architectures and the order of the images
+    code='simplex',       # 'simplex', 'fixed', 'random', or what makes a Coder
+    seed:int=0,           # decides weights, architectures and the order of images
     n_out:int=None,       # number of outputs; that of the data if None
     n_in:int=None,        # number of input channels; that of the data if None
     ratio:tuple=(1,1),    # steps for the items and for the codes, in turn
     joint:bool=False,     # train both at every step instead
-    pace:bool=None,       # same speed for every k and code? True if None; the paper has no such thing
+    pace:bool=None,       # do items keep pace? Yes, but for preset='paper', if None
     preset:str=None,      # 'paper': as in the paper wherever it speaks
     how:str='uniform',    # how architectures are drawn: see SearchSpace.sample
     n_valid:int=8,        # architectures that take turns in validation
     max_dist:float=0.15,  # widths closer than this should have similar codes
-    opt_func=None,        # makes the optimizer: `partial(phased_opt, items=..., codes=...)` to replace either
+    opt_func=None,        # makes the optimizer, such as partial(phased_opt, items=...)
     metrics=None,         # metrics; accuracy for classification if None
     cbs=None,             # more callbacks
     **kwargs
 ) -> KShotLearner:
-    "A learner for a supernet on the data of `dls`; `kwargs` are those of `Learner` and of the supernet function"
-    paper,seed = one_of(preset, 'preset', (None, 'paper')) == 'paper',whole(seed,
-                                                                            'seed')
+    "A learner for a supernet; `kwargs` are those of `Learner` and of `supernet`"
+    paper = one_of(preset, 'preset', (None, 'paper')) == 'paper'
+    seed = whole(seed, 'seed')
     if paper and pace:
         raise ValueError("preset='paper' has no pace: leave one of the two out")
     mine = {n:kwargs.pop(n) for n in list(kwargs) if n in _learner_args}
@@ -90,6 +90,7 @@ def kshot_learner(
     learn.metrics = _all_metrics(learn, metrics)
     return learn
 
+# %% ../nbs/37_learner.ipynb #da02812a
 _learner_args = set(inspect.signature(Learner.__init__).parameters)
 _learner_args -= {'self', 'dls', 'model', 'splitter', 'opt_func', 'metrics', 'cbs'}
 
@@ -131,11 +132,11 @@ def _config(self:KShotLearner, **settings):
 @patch
 def fit_kshot(self:KShotLearner,
     n_epoch:int,           # epochs, warm-up included
-    lr:float=0.12,         # learning rate of the items at the start; falls along a cosine
-    codes_scale:float=None,# learning rate of the codes relative to it; the optimizer's own if None
+    lr:float=0.12,         # learning rate of the items at the start
+    codes_scale:float=None,# that of the codes relative to it; the optimizer's if None
     wd:float=None,         # weight decay; the optimizers' own if None
     cbs=None,              # more callbacks
-    checkpoint=None,       # folder for checkpoints; if there are some of this run, it goes on from the newest
+    checkpoint=None,       # folder for checkpoints; goes on from the newest there
     keep:int=3             # how many to keep
 ):
     "Train items and codes in turn for `n_epoch` epochs"
@@ -150,7 +151,8 @@ def fit_kshot(self:KShotLearner,
                               codes_scale=self.opt.opt.codes_scale, wd=wd)
         saver = _Saver(checkpoint, config, keep, item_ids(self.dls))
         if state := saver.load(self):
-            rec.steps,rec.codes = rec.earlier = state['more']['steps'],state['more']['codes']
+            rec.earlier = state['more']['steps'],state['more']['codes']
+            rec.steps,rec.codes = rec.earlier
     self.fit_rest(n_epoch, lr, saver, wd,
                   [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)])
 
@@ -192,7 +194,7 @@ def search(self:KShotLearner,
     min_flops:float=None, # and at least this many
     **kwargs
 ) -> SearchResult:
-    "The best architecture within limits, which becomes `best_arch`; `kwargs` are those of `search` and `arch_problem`"
+    "Find the best architecture within limits, and remember it as `best_arch`"
     result = search_archs(self, max_flops, min_flops, **kwargs)
     self.best_arch = result.best
     return result

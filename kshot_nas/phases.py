@@ -161,11 +161,13 @@ class AlternatingTraining(Callback):
 
 # %% ../nbs/33_phases.ipynb #266a3711
 @patch
-# `validate` calls this, too
-def before_fit(self:AlternatingTraining): self.fresh = True
+def before_fit(self:AlternatingTraining):
+    "A fit may begin; validation alone calls this, too"
+    self.fresh = True
 
 @patch
 def before_train(self:AlternatingTraining):
+    "Start the epoch from its own random state"
     if self.fresh: self._begin()
     seed_epoch(self.learn, self.seed, self.model.clock.epochs)
 
@@ -182,6 +184,7 @@ def _begin(self:AlternatingTraining):
 
 @patch
 def before_validate(self:AlternatingTraining):
+    "Draw the architectures that take turns, always the same ones"
     if not isinstance(self.model, KShotModel): return
     archs = self.draw(2, 0, self.n_valid)
     with torch.no_grad(): lams = self.model.codes_of(archs)

@@ -46,7 +46,7 @@ _unclear = 'drop gap diff std'.split()       # accuracy_drop should not be large
 
 def direction(
     metric:str,         # the name of a metric
-    maximize:bool=None  # should it be large? Known by its name if `None`
+    maximize:bool=None  # should it be large? Known by its name if None
 ) -> int:               # 1 if it should be large, -1 if it should be small
     "Should a metric be large or small?"
     if one_of(maximize, 'maximize', (None, True, False)) is not None:
@@ -66,17 +66,17 @@ def direction(
 class ArchProblem:
     "What is searched: architectures, what makes them good, what they cost and may cost"
     space:SearchSpace         # where to search
-    evaluate:Callable    # takes an `Arch`, gives a number, or several as a dict
+    evaluate:Callable    # takes an Arch, gives a number, or several as a dict
     table:CostTable=None      # tells FLOPs, params and, if measured, latency
-    costs:dict=None  # more costs: functions by name; each takes a list of `Arch` and gives a number for each
+    costs:dict=None  # more costs: functions by name; each takes a list of Arch and gives a number for each
     objective:str='accuracy'  # 'accuracy' alone, or 'pareto': accuracy against cost
-    metric:str='accuracy'  # what makes an architecture good, if `evaluate` gives several numbers
+    metric:str='accuracy'  # what makes an architecture good, if evaluate gives several numbers
     cost:str='flops'          # which cost counts
-    weights:str=''         # the fingerprint of the weights that `evaluate` uses
+    weights:str=''         # the fingerprint of the weights that evaluate uses
     settings:dict=None        # what else its results depend on
-    code:Callable=None        # gives the code of an `Arch`
-    maximize:bool=None  # should the metric be large? Known by its name if `None`
-    limits:dict=None  # (least, most) by the name of the cost, `None` for no limit
+    code:Callable=None        # gives the code of an Arch
+    maximize:bool=None  # should the metric be large? Known by its name if None
+    limits:dict=None  # (least, most) by the name of the cost, None for no limit
 
     def __post_init__(self):
         one_of(self.objective, 'objective', ('accuracy', 'pareto'))
@@ -125,7 +125,7 @@ def _limit(name, limit, costs) -> tuple:
 @patch
 def cost_of(self:ArchProblem,
     archs:list,    # the architectures
-    name:str=None  # of the cost; the one that counts if `None`
+    name:str=None  # of the cost; the one that counts if None
 ) -> np.ndarray:   # a number for each
     "What each of `archs` costs"
     name = name or self.cost
@@ -195,7 +195,7 @@ def draw(self:ArchProblem,
     n:int,                    # how many
     rng:np.random.Generator,  # source of randomness
     taken=()                  # not these
-) -> list:                    # fewer than `n` if there are no more
+) -> list:                    # fewer than n if there are no more
     "Different architectures within the limits, drawn at random"
     found,taken = {},set(taken)
     for archs in self._at_random(rng):

@@ -268,8 +268,8 @@ def rank_report(
     true,             # what is true: the same
     cost=None,        # yardstick, such as FLOPs or parameters: the same, or a DataFrame with a column for each
     seeds=None,       # the single truths of which true is the mean, a column per seed: array, DataFrame or dict of rows
-    one=None,         # what single trainings say on other images, a column per seed of seeds; seeds itself if `None`
-    n_high:int=None,  # how many count as the best, in high_tau and top_k; a tenth if `None`
+    one=None,         # what single trainings say on other images, a column per seed of seeds; seeds itself if None
+    n_high:int=None,  # how many count as the best, in high_tau and top_k; a tenth if None
     n_boot:int=500,   # resamples for the intervals; 0 for none
     seed:int=0        # of the resampling
 ) -> RankReport:

@@ -219,9 +219,9 @@ def _smoothed_loss(dls, smoothing):
 
 # %% ../nbs/38_retrain.ipynb #433e4465
 def retrain_learner(
-    dls,                      # `DataLoaders`
-    model:nn.Module,          # the network, such as `learn.subnet(arch)`; trained in place
-    weights:str='fresh',      # draw 'fresh' weights, as the paper does, or 'inherit' those that `model` has
+    dls,                      # DataLoaders
+    model:nn.Module,          # the network, such as learn.subnet(arch); trained in place
+    weights:str='fresh',      # draw 'fresh' weights, as the paper does, or 'inherit' those that model has
     wd:float=1e-5,            # weight decay; norms and biases have none
     ema:float=0.9999,         # decay of the average of the weights; 0 for no average
     smoothing:float=0.1,      # label smoothing, for cross-entropy that you have not chosen yourself
@@ -229,8 +229,8 @@ def retrain_learner(
     rand_augment:tuple=None,  # operations and magnitude of RandAugment, such as (2, 9)
     erase:float=0.,           # chance that a part of an image is erased
     seed:int=0,               # decides fresh weights, order of images, augmentation and dropout
-    loss_func=None,           # loss; cross-entropy with label smoothing, or that of the data, if `None`
-    metrics=None,             # metrics; accuracy for classification if `None`
+    loss_func=None,           # loss; cross-entropy with label smoothing, or that of the data, if None
+    metrics=None,             # metrics; accuracy for classification if None
     cbs=None,                 # more callbacks
     **kwargs
 ) -> RetrainLearner:
@@ -291,9 +291,9 @@ class _Saver(SaveCheckpoints):
 @patch
 def fit_retrain(self:RetrainLearner,
     n_epoch:int,        # epochs, ramp included
-    lr:float=None,      # learning rate at the top of the ramp; `peak_lr` of the batch size if `None`
-    warmup:float=None,  # epochs of the ramp; those of `paper_pace` if `None`
-    every:float=None,   # epochs on a step of the stairs; those of `paper_pace` if `None`
+    lr:float=None,      # learning rate at the top of the ramp; peak_lr of the batch size if None
+    warmup:float=None,  # epochs of the ramp; those of paper_pace if None
+    every:float=None,   # epochs on a step of the stairs; those of paper_pace if None
     cbs=None,           # more callbacks
     checkpoint=None,    # folder for checkpoints; if there are some of this run, it goes on from the newest
     keep:int=3          # how many to keep

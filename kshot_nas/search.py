@@ -122,14 +122,14 @@ _hows = dict(nsga2=_nsga2, random=_random, all=_everything)
 
 # %% ../nbs/31_search.ipynb #9f48fb68
 def search(
-    problem:ArchProblem,  # what to search; or a learner, of which its `arch_problem` makes one
+    problem:ArchProblem,  # what to search; or a learner, of which its arch_problem makes one
     max_flops:float=None, # at most this many FLOPs
     min_flops:float=None, # and at least this many
     pop:int=50,           # architectures evaluated in a generation
     gens:int=20,          # generations
     parents:int=20,       # architectures that survive a generation
     archive=None,         # a file that keeps all evaluations; if it has some, the search goes on from there
-    workers:int=1,        # processes that evaluate; or else what joblib's `parallel_config` says
+    workers:int=1,        # processes that evaluate; or else what joblib's parallel_config says
     seed:int=0,           # the same seed finds the same architectures
     how:str='nsga2',      # 'nsga2', 'random', or 'all' of a small space
     limits:dict=None,     # more limits: (least, most) by the name of the cost
