@@ -23,7 +23,7 @@ from .check import number, whole
 
 # %% ../nbs/12_layers.ipynb #e61b094d
 class Mixer:
-    "What all K-shot layers of a network mix their items by: the code in use, set here, read everywhere"
+    "The code that all K-shot layers of a network mix their items by"
     def __init__(self, k:int): # number of items
         self.k = whole(k, 'k', 1)
         self.cache,self.codes,self.pace = {},{},False
@@ -38,17 +38,20 @@ class Mixer:
         self.codes.clear()
 
     def code(self, row:int, like:Tensor) -> tuple:
-        "The code for items such as `like`, and what each of them gets of the gradient of their mixture"
-        key = row if self._lam.ndim == 2 else None,like.device,like.dtype,self.pace,torch.is_grad_enabled()
+        "The code for items such as `like`, and their shares of the gradient"
+        key = (row if self._lam.ndim == 2 else None, like.device, like.dtype,
+               self.pace, torch.is_grad_enabled())
         if key not in self.codes:
-            lam = (self._lam if key[0] is None else self._lam[row]).to(like.device, like.dtype)
+            lam = self._lam if key[0] is None else self._lam[row]
+            lam = lam.to(like.device, like.dtype)
             share = lam.detach()
             self.codes[key] = lam,share/share.dot(share) if self.pace else share
         return self.codes[key]
 
     def set(self, lam=None):
-        "Use a copy of `lam` from now on, if it is a code; `None` gives every item the same weight"
-        self.lam = torch.full((self.k,), 1/self.k) if lam is None else check_code(lam, self.k).clone()
+        "Use a copy of `lam` from now on, if it is a code; `None`: all items alike"
+        if lam is None: lam = torch.full((self.k,), 1/self.k)
+        self.lam = check_code(lam, self.k).clone()
         return self
 
     @contextmanager
@@ -58,9 +61,12 @@ class Mixer:
         try: yield self.set(lam)
         finally: self.lam = old
 
-    def __getstate__(self): return dict(k=self.k, pace=self.pace, _lam=self._lam.detach().clone())
-    def __setstate__(self, state): self.__dict__.update(state, cache={}, codes={})
-    def __repr__(self): return f'Mixer({self.lam.detach().cpu().numpy().round(3).tolist()})'
+    def __getstate__(self):
+        return dict(k=self.k, pace=self.pace, _lam=self._lam.detach().clone())
+    def __setstate__(self, state):
+        self.__dict__.update(state, cache={}, codes={})
+    def __repr__(self):
+        return f'Mixer({self.lam.detach().cpu().numpy().round(3).tolist()})'
 
 # %% ../nbs/12_layers.ipynb #783043e9
 def check_code(
@@ -79,31 +85,61 @@ def check_code(
 
 # %% ../nbs/12_layers.ipynb #3f0d6059
 class KLayer:
-    "Mixin for a torch layer: `k` items in place of each parameter, mixed by the current code"
-    row,_width = 0,None     # which row of a two-dimensional code; how many filters are in use
-    channel_dim = None      # where the input has its channels, if the layer can be cut
+    "Makes a torch layer K-shot: `k` items per parameter, mixed by the current code"
+    # which row of a two-dimensional code; how many filters are in use
+    row,_width = 0,None
+    channel_dim = None  # where the input has its channels, if the layer can be cut
 
     def __init__(self, *args,
         k:int=8,            # number of items
-        mixer:Mixer=None,   # what to mix them by, shared with other layers; a new one if None
-        noise:float=None,   # None draws each item anew; a number: equal items plus noise of this relative size
+        mixer:Mixer=None,   # what to mix them by; a new one if None
+        noise:float=None,   # None draws each item anew; else equal items plus noise
         **kwargs):
         super().__init__(*args, **kwargs)
         self.keep_items(k, mixer, noise)
 
     def merged(self, sizes:tuple=(), names=None) -> list:
-        "The items of the parameters `names` (all if None), cut to the first `sizes` channels, mixed by the current code"
-        names,mixer = self._parameters if names is None else names,self.mixer
-        thetas,cuts = [self._parameters[n] for n in names],[sizes if n == 'theta' else sizes[:1] for n in names]
-        if mixer.k == 1: return [t if t is None else _cut(t, s).squeeze(0) for t,s in zip(thetas, cuts)]
+        "The items `names` (all if None), cut to the first `sizes` channels and mixed"
+        names = self._parameters if names is None else names
+        thetas = [self._parameters[n] for n in names]
+        cuts = [sizes if n == 'theta' else sizes[:1] for n in names]
+        if self.mixer.k == 1:
+            return [t if t is None else _cut(t, s).squeeze(0)
+                    for t,s in zip(thetas, cuts)]
         like = next((t for t in thetas if t is not None), None)
-        return thetas if like is None else Merge.apply(*mixer.code(self.row, like), cuts, *thetas)
+        if like is None: return thetas
+        return Merge.apply(*self.mixer.code(self.row, like), cuts, *thetas)
 
 # %% ../nbs/12_layers.ipynb #e9f43a78
+def mixture(
+    lam:Tensor,     # a code, (k,)
+    theta:Tensor,   # items, (k, ...)
+    sizes:tuple=()  # to which they are cut
+) -> Tensor:
+    "The mixture of the items `theta` by `lam`, in the layout of an item"
+    at = _lie(theta.shape, theta.stride(), sizes)
+    if at is None: return mixture(lam, _cut(theta, sizes).contiguous())
+    n,_,_,shape,stride = at
+    if n == 1: w = lam @ _rows(theta, at)                # eq. approxmation_weights
+    else: w = torch.bmm(lam.view(1, 1, -1).expand(n, -1, -1), _rows(theta, at))
+    return w if w.ndim == len(shape) == 1 else w.as_strided(shape, stride)
+
+def _cut(theta, sizes):
+    if sizes == theta.shape[1:1+len(sizes)]: return theta
+    return theta[(slice(None), *map(slice, sizes))]
+
+def _rows(theta, at):
+    "Items as they lie: (k, numbers), or, if rows are cut, (rows, k, numbers)"
+    (n,step,m,*_),k = at,len(theta)
+    if n == 1: return theta.as_strided((k, m), (theta.stride(0), 1))
+    return theta.as_strided((n, k, m), (step, theta.stride(0), 1))
+
+# %% ../nbs/12_layers.ipynb #a41e09c7
 @lru_cache(maxsize=None)
 def _lie(shape, stride, sizes):
-    "How items cut to `sizes` lie in memory: rows, from one to the next, numbers in each; shape and strides of a mixture"
-    whole,kept = shape[1:],(*sizes, *shape[1+len(sizes):])
+    """How items cut to `sizes` lie in memory: rows, from one to the next, numbers in each; and shape and strides of
+    their mixture. `None` if not in rows"""
+    whole,kept = tuple(shape[1:]),(*sizes, *shape[1+len(sizes):])
     order = sorted(range(len(whole)), key=lambda d: (-stride[1+d], -whole[d]))          # the outermost dimension first
     strides,inside,step,n,m = {},1,0,1,1
     for d in reversed(order):
@@ -111,26 +147,7 @@ def _lie(shape, stride, sizes):
         strides[d],inside = n*m,inside*whole[d]
         if step: n *= kept[d]
         else: m,step = m*kept[d],inside if kept[d] < whole[d] else 0
-    return n,step or 1,m,kept,tuple(strides[d] for d in range(len(whole))) if kept != whole else stride[1:]
-
-def mixture(
-    lam:Tensor,       # a code, (k,)
-    theta:Tensor,     # items, (k, ...)
-    sizes:tuple=()    # to which they are cut
-) -> Tensor:
-    "The mixture of the items `theta` by `lam`, in the layout of an item"
-    if (at := _lie(theta.shape, theta.stride(), sizes)) is None: return mixture(lam, _cut(theta, sizes).contiguous())
-    n,_,_,shape,stride = at
-    if n == 1: w = lam @ _rows(theta, at)                                               # eq. approxmation_weights
-    else: w = torch.bmm(lam.view(1, 1, -1).expand(n, -1, -1), _rows(theta, at))         # a product for each row
-    return w if w.ndim == len(shape) == 1 else w.as_strided(shape, stride)
-
-def _cut(theta, sizes): return theta[(slice(None), *map(slice, sizes))] if sizes else theta
-def _rows(theta, at):
-    "Items as they lie in memory: (k, numbers), or, if rows are cut, (rows, k, numbers)"
-    n,step,m,*_ = at
-    if n == 1: return theta.as_strided((len(theta), m), (theta.stride(0), 1))
-    return theta.as_strided((n, len(theta), m), (step, theta.stride(0), 1))
+    return n,step,m,kept,stride[1:] if kept == whole else tuple(strides[d] for d in range(len(whole)))
 
 # %% ../nbs/12_layers.ipynb #68efda6b
 def _no_autocast(device_type):
@@ -158,23 +175,25 @@ KLayer.width = property(_get_width, _set_width, doc="How many filters are in use
 
 # %% ../nbs/12_layers.ipynb #c9c41880
 class Merge(torch.autograd.Function):
-    "The mixtures of all items of a layer, cut to `sizes`; the gradient of a mixture goes to the items by their `share`"
+    "The mixtures of all items of a layer, cut to `sizes`"
     @staticmethod
     def forward(ctx, lam, share, sizes, *thetas):
         ctx.save_for_backward(share, *thetas)
         ctx.sizes = sizes
-        with _no_autocast(lam.device.type):                                     # merge in full precision
-            return tuple([t if t is None else mixture(lam, t, s) for t,s in zip(thetas, sizes)])
+        with _no_autocast(lam.device.type):  # merge in full precision
+            return tuple([t if t is None else mixture(lam, t, s)
+                          for t,s in zip(thetas, sizes)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gs):
         share,*thetas = ctx.saved_tensors
-        wants_lam,_,_,*wants,d_lam,d_thetas = *ctx.needs_input_grad,None,[]
+        code_wants,_,_,*wants = ctx.needs_input_grad
+        d_lam,d_thetas = None,[]
         for theta,sizes,g,wanted in zip(thetas, ctx.sizes, gs, wants):
             d_thetas.append(_shares(share, g, theta, sizes) if wanted else None)
-            if not wants_lam or theta is None: continue
-            with _no_autocast(share.device.type): d = _products(theta, g, sizes)
+            if not code_wants or theta is None: continue
+            with _no_autocast(g.device.type): d = _products(theta, g, sizes)
             d_lam = d if d_lam is None else d_lam + d
         return d_lam,None,None,*d_thetas
 
@@ -203,14 +222,16 @@ def _products(theta, g, sizes):
 # %% ../nbs/12_layers.ipynb #03aa25a3
 @patch
 def merged_params(self:KLayer, *sizes):
-    "Merged parameters for these numbers of output and input channels, remembered while no gradients are recorded"
+    "Merged parameters for these channels, remembered while no gradients are recorded"
     if torch.compiler.is_compiling(): return self.merged(sizes)
     cache = self.mixer.cache
     if torch.is_grad_enabled():
         cache.pop(self, None)
         return self.merged(sizes)
-    key = sizes,*((p._version, p.data_ptr()) for p in self._parameters.values() if p is not None)
-    if self not in cache or cache[self][0] != key: cache[self] = key,self.merged(sizes)
+    params = [p for p in self._parameters.values() if p is not None]
+    key = sizes,*((p._version, p.data_ptr()) for p in params)
+    if self not in cache or cache[self][0] != key:
+        cache[self] = key,self.merged(sizes)
     return cache[self][1]
 
 # %% ../nbs/12_layers.ipynb #64400b43
@@ -220,18 +241,22 @@ def keep_items(self:KLayer,
     mixer:Mixer=None, # what to mix them by; a new one if None
     noise:float=None  # how items start: see KLayer
 ):
-    "Replace each parameter by `k` items: `weight` by `theta`, `bias` by `theta_bias`, any other likewise"
+    "Replace each parameter by `k` items: `weight` by `theta`, `bias` by `theta_bias`"
     self.mixer = Mixer(k) if mixer is None else mixer
-    if self.mixer.k != k: raise ValueError(f"the layer has k={k} items, but the mixer is for {self.mixer.k}")
+    if self.mixer.k != k:
+        raise ValueError(
+            f"the layer has k={k} items, but the mixer is for {self.mixer.k}")
     if noise is not None: number(noise, 'noise', least=0)
-    elif not hasattr(self, 'reset_parameters'): noise = 1.          # nothing draws it anew
+    elif not hasattr(self, 'reset_parameters'): noise = 1.  # nothing draws it anew
     names,draws = list(self._parameters),[]
     for i in range(k):
         if i and noise is None: self.reset_parameters()
-        draws.append([None if p is None else p.detach().clone() for p in self._parameters.values()])
+        params = self._parameters.values()
+        draws.append([None if p is None else p.detach().clone() for p in params])
     for name,items in zip(names, zip(*draws)):
         plain,theta = self._parameters.pop(name),None
-        if plain is not None: theta = nn.Parameter(_around(items, noise), requires_grad=plain.requires_grad)
+        if plain is not None:
+            theta = nn.Parameter(_around(items, noise), plain.requires_grad)
         self.register_parameter(_items_name(name), theta)
 
 def _items_name(name): return 'theta' if name == 'weight' else f'theta_{name}'
@@ -259,7 +284,8 @@ def _merged_or_missing(self:KLayer, name):
     return self.merged(names=[name])[0]
 
 # %% ../nbs/12_layers.ipynb #e975c4a6
-def conv2d(x:Tensor, w:Tensor, b:Tensor, stride:tuple, padding:tuple|str, dilation:tuple, groups:int) -> Tensor:
+def conv2d(x:Tensor, w:Tensor, b:Tensor, stride:tuple, padding:tuple|str,
+           dilation:tuple, groups:int) -> Tensor:
     "`F.conv2d`; when it is 1x1 with a stride, take the pixels first"
     if stride != (1,1) and w.shape[2:] == (1,1) and padding == (0,0):
         x,stride = x[..., ::stride[0], ::stride[1]],(1,1)
@@ -268,7 +294,8 @@ def conv2d(x:Tensor, w:Tensor, b:Tensor, stride:tuple, padding:tuple|str, dilati
 class PixelConv2d(nn.Conv2d):
     "A strided 1x1 convolution that takes its pixels first"
     def _conv_forward(self, x, weight, bias):
-        return conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return conv2d(x, weight, bias, self.stride, self.padding, self.dilation,
+                      self.groups)
 
 def pixels_first(m:nn.Module) -> nn.Module:
     "`m` itself, made a PixelConv2d if it is a strided 1x1 convolution"
@@ -282,7 +309,7 @@ _forms = {}                 # the K-shot form of a type of layer
 def kshot_layer(
     plain:type # a type of layers, such as nn.Conv2d
 ):
-    "Decorates the class that is the K-shot form of layers of the type `plain`, and of those derived from it"
+    "Decorates the class that is the K-shot form of layers of the type `plain`"
     def register(form):
         form.plain_type = plain
         _forms[plain] = form
@@ -298,18 +325,22 @@ class KConv(KLayer):
         c = self.in_channels if c is None else c
         if self.groups == 1: return self.width or self.out_channels,c
         size = self.in_channels//self.groups
-        if c % size: raise ValueError(f"a convolution with groups of {size} channels can't be cut within a group: "
-                                      f"it needs a multiple of {size} channels, got {c}")
+        if c % size: raise ValueError(
+            f"a convolution with groups of {size} channels can't be cut within a "
+            f"group: it needs a multiple of {size} channels, got {c}")
         return c*self.out_channels//self.in_channels,size
 
-    def groups_of(self, c:int) -> int: return 1 if self.groups == 1 else c*self.groups//self.in_channels
+    def groups_of(self, c:int) -> int:
+        return 1 if self.groups == 1 else c*self.groups//self.in_channels
 
     def forward(self, x):
         c,padding = x.shape[self.channel_dim],self.padding
         w,b = self.merged_params(*self.sizes(c))
         if self.padding_mode != 'zeros':
-            x,padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode),0
-        return self.conv(x, w, b, self.stride, padding, self.dilation, self.groups_of(c))
+            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0
+        groups = self.groups_of(c)
+        return self.conv(x, w, b, self.stride, padding, self.dilation, groups)
 
     def plain_args(self, n_out:int, n_in:int) -> dict:
         c = n_in if self.groups == 1 else n_out*self.in_channels//self.out_channels
@@ -332,22 +363,29 @@ _forms[PixelConv2d] = KConv2d
 class KLinear(KLayer, nn.Linear):
     "A linear layer with `k` items"
     channel_dim = -1
-    def sizes(self, c=None): return self.width or self.out_features,self.in_features if c is None else c
-    def forward(self, x): return F.linear(x, *self.merged_params(*self.sizes(x.shape[-1])))
-    def plain_args(self, n_out:int, n_in:int) -> dict: return dict(in_features=n_in, out_features=n_out)
+    def sizes(self, c=None):
+        return self.width or self.out_features,self.in_features if c is None else c
+    def forward(self, x):
+        return F.linear(x, *self.merged_params(*self.sizes(x.shape[-1])))
+    def plain_args(self, n_out:int, n_in:int) -> dict:
+        return dict(in_features=n_in, out_features=n_out)
 
 # %% ../nbs/12_layers.ipynb #8a75398a
 @patch
 def as_plain(self:KLayer,
     c:int=None # number of input channels; all of them if None
 ) -> nn.Module:
-    "The torch layer that this layer is at the moment: it shares everything with it but the parameters, merged and cut"
+    "The torch layer that this layer is now; all but its merged parameters is shared"
     sizes = self.sizes(c)
-    names = [n.removeprefix('theta_') if n != 'theta' else 'weight' for n in self._parameters]
+    def name_of(n): return 'weight' if n == 'theta' else n.removeprefix('theta_')
+    names = map(name_of, self._parameters)
     params,buffers = dict(zip(names, self.merged_params(*sizes))),self._buffers
-    if sizes != self.sizes(): buffers = {n:b if b is None or not b.ndim else b[:sizes[0]] for n,b in buffers.items()}
+    if sizes != self.sizes():
+        def cut(b): return b if b is None or not b.ndim else b[:sizes[0]]
+        buffers = {n:cut(b) for n,b in buffers.items()}
     res = object.__new__(self.plain_type)
-    res.__dict__.update(self.__dict__, _parameters=params, _buffers=buffers, **self.plain_args(*sizes))
+    res.__dict__.update(self.__dict__, _parameters=params, _buffers=buffers,
+                        **self.plain_args(*sizes))
     return pixels_first(res)
 
 @patch
@@ -360,8 +398,10 @@ def plain(self:KLayer,
     free = [p is not None and p.requires_grad for p in self._parameters.values()]
     params = {n:None if p is None else nn.Parameter(p.detach().clone(), requires_grad=g)
               for (n,p),g in zip(res._parameters.items(), free)}
-    res.__dict__.update(_parameters=params, _forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
-    for name in ('mixer', 'row', '_width', 'width_choice', 'width_step'): res.__dict__.pop(name, None)
+    res.__dict__.update(_parameters=params, _forward_pre_hooks=OrderedDict(),
+                        _forward_hooks=OrderedDict())
+    ours = 'mixer', 'row', '_width', 'width_choice', 'width_step'
+    for name in ours: res.__dict__.pop(name, None)
     return copy.deepcopy(res, {} if memo is None else memo)
 
 # %% ../nbs/12_layers.ipynb #e235a346
@@ -374,22 +414,27 @@ class KBatchNorm(KLayer):
 
     def forward(self, x):
         self._check_input_dim(x)
-        (c,),running,momentum = self.sizes(x.shape[1]),self.running_mean is not None,self.momentum
+        (c,),momentum = self.sizes(x.shape[1]),self.momentum
+        running = self.running_mean is not None
         of_batch = self.training or not running
         if of_batch and x.numel() == c: raise ValueError(
-            f"a batch norm was given a single value per channel, {tuple(x.shape)}, which has no statistics: "
-            "use batches (and parts of them, with n_paths) of at least 2 images")
+            f"a batch norm was given a single value per channel, {tuple(x.shape)}, "
+            "which has no statistics: use batches (and parts of them, with n_paths) "
+            "of at least 2 images")
         if running and self.training:
             self.num_batches_tracked.add_(1)
-            if momentum is None: momentum = 1/self.num_batches_tracked.item()       # a plain average over all batches
-        mean,var = (self.running_mean[:c],self.running_var[:c]) if running else (None,None)
-        return F.batch_norm(x, mean, var, *self.merged_params(c), of_batch, momentum or 0., self.eps)
+            # without a momentum: a plain average over all batches
+            if momentum is None: momentum = 1/self.num_batches_tracked.item()
+        mean,var = None,None
+        if running: mean,var = self.running_mean[:c],self.running_var[:c]
+        return F.batch_norm(x, mean, var, *self.merged_params(c), of_batch,
+                            momentum or 0., self.eps)
 
     def plain_args(self, c:int) -> dict: return dict(num_features=c)
 
 @kshot_layer(nn.BatchNorm1d)
 class KBatchNorm1d(KBatchNorm, nn.BatchNorm1d):
-    "A batch norm over `(n, c)` or `(n, c, length)` whose weight and bias have `k` items"
+    "A batch norm over signals whose weight and bias have `k` items"
 
 @kshot_layer(nn.BatchNorm2d)
 class KBatchNorm2d(KBatchNorm, nn.BatchNorm2d):
@@ -400,7 +445,9 @@ class KBatchNorm2d(KBatchNorm, nn.BatchNorm2d):
 class KLayerNorm(KLayer, nn.LayerNorm):
     "A layer norm whose weight and bias have `k` items"
     channel_dim = -1
-    def sizes(self, c=None): return (*self.normalized_shape[:-1], self.normalized_shape[-1] if c is None else c)
+    def sizes(self, c=None):
+        *others,last = self.normalized_shape
+        return (*others, last if c is None else c)
     def forward(self, x):
         sizes = self.sizes(x.shape[-1])
         return F.layer_norm(x, sizes, *self.merged_params(*sizes), self.eps)
@@ -413,10 +460,13 @@ class KOwn(KLayer):
         c = None if self.channel_dim is None else args[0].shape[self.channel_dim]
         return self.as_plain(c).forward(*args, **kwargs)
 
-    def __getattr__(self, name):                         # `attention.in_proj_weight`, say: the merged one
-        if (theta := _items_name(name)) in self.__dict__.get('_parameters', ()): return self.merged(names=[theta])[0]
+    def __getattr__(self, name):  # attention.in_proj_weight: the merged one
+        theta = _items_name(name)
+        if theta in self.__dict__.get('_parameters', ()):
+            return self.merged(names=[theta])[0]
         return super().__getattr__(name)
-    def __reduce__(self): return _blank,(self.plain_type,),self.__dict__       # copies and pickles
+    # for pickles
+    def __reduce__(self): return _blank,(self.plain_type,),self.__dict__
 
 def kshot_form(
     plain:type # a type of layers
