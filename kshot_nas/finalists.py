@@ -23,7 +23,7 @@ from torch import nn
 from .check import instance, whole
 from .checkpoint import file_digest, published
 from .cost import CostTable
-from .evaluate import end_with
+from .evaluate import employ, end_with
 from .problem import direction
 from .result import SearchResult
 from .retrain import RetrainLearner, retrain_learner
@@ -150,7 +150,7 @@ def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
     else:
         rest = self.kwargs,None,torch.get_num_threads(),os.getpid()
         jobs = [(self.dls, self.make(a), n_epoch, seed, folders[a], *rest) for a in todo]
-        joblib.Parallel(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
+        employ(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
     return [_read_curve(folders[a]).assign(arch=a, n_epoch=n_epoch, seed=seed)
             for a in archs]
 
