@@ -23,7 +23,8 @@ except ImportError: fcntl = None        # Windows has none
 _schema = ("CREATE TABLE about(key TEXT PRIMARY KEY, value TEXT)",
 """CREATE TABLE evaluations(number INTEGER PRIMARY KEY, arch TEXT, metrics TEXT, costs TEXT, failure TEXT,
     generation INTEGER, seed INTEGER, settings TEXT, digest TEXT, UNIQUE(settings, arch))""")
-_application = 0x6b73686f       # SQLite's place for a number by which a program knows its files
+# SQLite's place for a number by which a program knows its files
+_application = 0x6b73686f
 
 def _digest(row:dict) -> str:
     told = {k:v for k,v in row.items() if k not in ('number', 'digest')}
@@ -34,7 +35,8 @@ def _rows(cursor):
     columns = [c[0] for c in cursor.description]
     for values in cursor:
         row = dict(zip(columns, values))
-        if row.get('digest') != _digest(row): raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
+        if row.get('digest') != _digest(row):
+            raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
         yield row
 
 # %% ../nbs/27_archive.ipynb #565e3719
@@ -63,21 +65,24 @@ def _check_locks(folder):
     "Raise an error if files in `folder` can't be locked"
     if fcntl is None: return
     try: file = tempfile.TemporaryFile(dir=folder)
-    except OSError: return                                          # SQLite will say what is wrong
+    except OSError: return                       # SQLite will say what is wrong
     with file:
         try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e: raise OSError(errno.ENOLCK, f'there are no locks on this disk ({e.strerror})') from e
+        except OSError as e:
+            raise OSError(errno.ENOLCK, f'there are no locks on this disk ({e.strerror})') from e
 
 def _connect(path):
     "A connection to the file `path`, each statement of which is one change"
     _check_locks(Path(path).parent)
     db = sqlite3.connect(path, timeout=60, isolation_level=None)
-    if hasattr(db, 'setlimit'): db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10**7)     # Python 3.11
+    # Python 3.11
+    if hasattr(db, 'setlimit'): db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10**7)
     return db
 
 def _check_schema(db):
     "Raise an error unless the file has our tables, and nothing else"
-    there = {sql for sql, in db.execute('SELECT sql FROM sqlite_master') if sql}    # SQLite's own have none
+    # SQLite's own have none
+    there = {sql for sql, in db.execute('SELECT sql FROM sqlite_master') if sql}
     if there != set(_schema): raise sqlite3.DatabaseError('its tables are malformed')
 
 # %% ../nbs/27_archive.ipynb #96f2edf6
@@ -169,7 +174,8 @@ def put(self:Archive,
     seed:int=None        # by a search with this seed
 ) -> tuple:              # metrics and failure that the archive holds now
     "Write an evaluation down, unless the archive has it"
-    row = dict(arch=str(arch), metrics=json.dumps(metrics), costs=json.dumps(costs or {}), failure=failure,
+    row = dict(arch=str(arch), metrics=json.dumps(metrics),
+               costs=json.dumps(costs or {}), failure=failure,
                generation=generation, seed=seed, settings=self.settings)
     row['digest'] = _digest(row)
     insert = f"INSERT OR IGNORE INTO evaluations({', '.join(row)}) VALUES ({', '.join('?'*len(row))})"
@@ -191,10 +197,15 @@ def read_archive(path) -> pd.DataFrame:
     "All evaluations that the archive `path` holds, in the order in which they were made"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no archive {path}")
     def columns(arch, costs, metrics, digest, **others):
-        try: return dict(arch=Arch.parse(arch), **{**json.loads(costs), **json.loads(metrics)}, **others)
-        except (ValueError, TypeError) as e: raise sqlite3.DatabaseError(f"row {others['number']} is malformed") from e
+        try:
+            return dict(arch=Arch.parse(arch),
+                        **{**json.loads(costs), **json.loads(metrics)}, **others)
+        except (ValueError, TypeError) as e:
+            raise sqlite3.DatabaseError(f"row {others['number']} is malformed") from e
     with _clear_errors(path), closing(_connect(path)) as db:
         _check_schema(db)
-        if db.execute('PRAGMA integrity_check(1)').fetchone() != ('ok',):       # a row may be lost, too
+        # a row may be lost, too
+        if db.execute('PRAGMA integrity_check(1)').fetchone() != ('ok',):
             raise sqlite3.DatabaseError('its pages are malformed')
-        return pd.DataFrame([columns(**row) for row in _rows(db.execute('SELECT * FROM evaluations ORDER BY number'))])
+        return pd.DataFrame([columns(**row)
+                             for row in _rows(db.execute('SELECT * FROM evaluations ORDER BY number'))])

@@ -48,7 +48,7 @@ def _version(name):
     except PackageNotFoundError: return 'not installed'
 
 def model_card(
-    path,                  # file to write, `.md` or `.json`
+    path,                  # file to write, .md or .json
     arch:Arch,             # the architecture
     space:SearchSpace,     # its space
     accuracy:dict,         # by what it means: 'borrowed', 'retrained', 'int8'
@@ -56,11 +56,11 @@ def model_card(
     n_train:int,           # images trained on
     n_valid:int,           # images the accuracy was measured on
     held_out:bool,         # were these kept from the search? If not, the accuracy flatters
-    seeds:dict,            # what was seeded with what, such as `dict(supernet=0, retrain=0)`
+    seeds:dict,            # what was seeded with what, such as dict(supernet=0, retrain=0)
     flops:float=None,      # multiply-adds for one image
     params:int=None,       # number of parameters
     max_flops:float=None,  # budget of the search
-    recipe:dict=None,      # how it was trained: `learn.recipe`, and more
+    recipe:dict=None,      # how it was trained: learn.recipe, and more
     chance:float=None,     # accuracy of always saying the most frequent class, to compare with
     balanced:float=None,   # accuracy with every class counting the same
     use:str=None           # code that uses the network, see use_script
@@ -70,17 +70,24 @@ def model_card(
     for k in accuracy: one_of(k, 'a key of accuracy', _meaning)
     names = space.names(space.check(arch))
     def measured(k, a):
-        return dict(value=float(a), standard_error=round(math.sqrt(a*(1-a)/n_valid), 4), meaning=_meaning[k])
-    card = dict(architecture=str(arch), operations=list(names['ops']), widths=[float(w) for w in names['widths']],
-                space_size=str(space.size), flops=flops, parameters=params, budget_flops=max_flops,
+        return dict(value=float(a),
+                    standard_error=round(math.sqrt(a*(1-a)/n_valid), 4),
+                    meaning=_meaning[k])
+    card = dict(architecture=str(arch), operations=list(names['ops']),
+                widths=[float(w) for w in names['widths']],
+                space_size=str(space.size), flops=flops, parameters=params,
+                budget_flops=max_flops,
                 accuracy={k:measured(k, a) for k,a in accuracy.items()},
-                data=dict(name=data, training_images=n_train, validation_images=n_valid, seen_by_search=not held_out),
-                seeds=seeds, recipe=recipe or {}, versions=dict(python=platform.python_version()), use=use)
+                data=dict(name=data, training_images=n_train,
+                          validation_images=n_valid, seen_by_search=not held_out),
+                seeds=seeds, recipe=recipe or {},
+                versions=dict(python=platform.python_version()), use=use)
     if chance is not None: card['accuracy_by_chance'] = round(float(chance), 4)
     if balanced is not None: card['balanced_accuracy'] = round(float(balanced), 4)
     card['versions'] |= {m:_version(m) for m in ('kshot_nas', 'torch', 'fastai')}
     text = _markdown(card) if kind == '.md' else json.dumps(card, indent=2)+'\n'
-    with published(path) as tmp: tmp.write_text(text, encoding='utf-8', errors='surrogateescape')
+    with published(path) as tmp:
+        tmp.write_text(text, encoding='utf-8', errors='surrogateescape')
     return card
 
 # %% ../nbs/41_card.ipynb #0a823cd3

@@ -40,7 +40,8 @@ def number(
     real = isinstance(x, Real) and not isinstance(x, bool) and abs(x) < float('inf')
     if real and all(holds(x, bound) for _,bound,holds in bounds): return x
     allowed = ' and '.join(f'{word} {bound:g}' for word,bound,_ in bounds)
-    raise ValueError(f"{name} must be a finite number {allowed}".rstrip() + f"; got {x!r}")
+    must = f"{name} must be a finite number {allowed}".rstrip()
+    raise ValueError(f"{must}; got {x!r}")
 
 # %% ../nbs/11_check.ipynb #1ec99f08
 def one_of(
@@ -50,7 +51,8 @@ def one_of(
 ):
     "`x`, if it is one of `choices`"
     if any(x is c or (type(x) is type(c) and x == c) for c in choices): return x
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; got {x!r}")
+    allowed = ', '.join(map(repr, choices))
+    raise ValueError(f"{name} must be one of {allowed}; got {x!r}")
 
 def instance(
     x,              # what was given
@@ -60,9 +62,10 @@ def instance(
 ):
     "`x`, if it is of one of `types`"
     if isinstance(x, types): return x
-    names = ' or '.join(t.__name__ for t in (types if isinstance(types, tuple) else (types,)))
-    more = f'. {advice}' if advice else ''
-    raise TypeError(f"{name} must be of type {names}; got {x!r:.100} ({type(x).__name__}){more}")
+    if not isinstance(types, tuple): types = types,
+    names,more = ' or '.join(t.__name__ for t in types),f'. {advice}' if advice else ''
+    given = f"{x!r:.100} ({type(x).__name__})"
+    raise TypeError(f"{name} must be of type {names}; got {given}{more}")
 
 # %% ../nbs/11_check.ipynb #b236b89f
 def sequence(
@@ -72,7 +75,8 @@ def sequence(
 ) -> tuple:
     "`xs` as a tuple, if it is something with an order"
     if isinstance(xs, (tuple, list)): return tuple(xs)
-    unordered = isinstance(xs, (str, bytes, dict, set, frozenset)) or not isinstance(xs, Iterable)
-    if unordered or getattr(xs, 'ndim', 1) == 0:
-        raise TypeError(f"{name}: got {xs!r:.100}; give a tuple or list such as {example}")
+    unordered = isinstance(xs, (str, bytes, dict, set, frozenset))
+    if unordered or not isinstance(xs, Iterable) or getattr(xs, 'ndim', 1) == 0:
+        raise TypeError(
+            f"{name}: got {xs!r:.100}; give a tuple or list such as {example}")
     return tuple(xs.tolist() if hasattr(xs, 'tolist') else xs)

@@ -32,7 +32,7 @@ def _rename(tmp, path):
     "Give the file `tmp` the name `path`, once its content is on the disk"
     with open(tmp, 'rb+') as f: os.fsync(f.fileno())
     os.replace(tmp, path)
-    with suppress(OSError):                             # some network disks can't sync a folder
+    with suppress(OSError):             # some network disks can't sync a folder
         if not hasattr(os, 'O_DIRECTORY'): return       # nor can Windows
         folder = os.open(path.parent, os.O_DIRECTORY)
         try: os.fsync(folder)
@@ -40,12 +40,13 @@ def _rename(tmp, path):
 
 def _remove_leftovers(path):
     "Remove temporary files of `path` whose process was killed"
-    if os.name != 'posix': return                       # elsewhere a process can't be asked whether it lives
+    if os.name != 'posix': return  # elsewhere a process can't be asked whether it lives
     for old in path.parent.glob('.*.tmp*'):
-        if not (m := re.fullmatch(rf'\.{re.escape(path.stem)}\.(\d+)\.tmp{re.escape(path.suffix)}', old.name)): continue
+        if not (m := re.fullmatch(rf'\.{re.escape(path.stem)}\.(\d+)\.tmp{re.escape(path.suffix)}', old.name)):
+            continue
         try: os.kill(int(m[1]), 0)                      # signal 0 only asks
         except ProcessLookupError: old.unlink(missing_ok=True)
-        except (OSError, OverflowError): pass           # somebody else's, who lives
+        except (OSError, OverflowError): pass       # somebody else's, who lives
 
 @contextmanager
 def published(
@@ -89,26 +90,29 @@ def check_finite(
     advice:str=': train it again'
 ) -> nn.Module:
     "`model`, if all its numbers are finite"
-    odd = [name for name,x in model.state_dict().items() if torch.is_tensor(x) and not x.isfinite().all()]
+    odd = [name for name,x in model.state_dict().items() if torch.is_tensor(x)
+           and not x.isfinite().all()]
     if odd: raise FloatingPointError(
         f"{odd[0]} and {len(odd)-1} other tensors of the model are not finite{advice}")
     return model
 
 # %% ../nbs/25_checkpoint.ipynb #92898817
 def seed_epoch(
-    learn,     # the `Learner` that begins an epoch
+    learn,     # the Learner that begins an epoch
     seed:int,  # the seed of the run
     epoch:int  # the number of the epoch
 ):
     "Let an epoch depend on `seed`, its number, weights and optimizer, and on nothing else that came before"
     learn.model.zero_grad()
     if (acc := getattr(learn, 'gradient_accumulation', None)) is not None: acc.count = 0
-    getattr(learn.dls, 'n_inp', None)       # fastai draws an item to find out, once: let it do so before
+    # fastai draws an item to find out, once: let it do so before
+    getattr(learn.dls, 'n_inp', None)
     state = [int(s) for s in np.random.SeedSequence((seed, epoch)).generate_state(4)]
     random.seed(state[0])
     np.random.seed(state[1])
     torch.manual_seed(state[2])
-    dl = getattr(learn.dl, 'dl', learn.dl)  # a distributed DataLoader holds the real one
+    # a distributed DataLoader holds the real one
+    dl = getattr(learn.dl, 'dl', learn.dl)
     dl.rng = random.Random(state[3])
 
 class SeedEpochs(Callback):
@@ -121,7 +125,8 @@ class SeedEpochs(Callback):
 def _text(o, root):
     "What tells the item `o` from others, as text; a path without the folder `root`"
     if isinstance(o, tuple): return '\n'.join(_text(p, root) for p in o)
-    if not isinstance(o, (str, Path, Number, np.generic)): raise TypeError(f"{type(o)} can't be told from others")
+    if not isinstance(o, (str, Path, Number, np.generic)):
+        raise TypeError(f"{type(o)} can't be told from others")
     return str(o).removeprefix(root)
 
 def _numbers(ds, root):
@@ -132,16 +137,20 @@ def _numbers(ds, root):
     items = getattr(ds, 'items', None)
     try:
         if not isinstance(items, pd.DataFrame):
-            items = pd.Series([_text(o, root).encode(errors='surrogatepass') for o in items])
+            items = pd.Series([_text(o, root).encode(errors='surrogatepass')
+                               for o in items])
         return (pd.util.hash_pandas_object(items, index=False).to_numpy() >> 1).astype(np.int64)
-    except TypeError: return None       # `items` is no list, or one of other things than names and numbers
+    # `items` is no list, or one of other things than names and numbers
+    except TypeError: return None
 
 def item_ids(
-    dls             # `DataLoaders`
-) -> tuple|None:    # a number for each item of the training set and of the validation set; None if unknown
+    dls             # DataLoaders
+) -> tuple|None:  # a number for each item of the training set and of the validation set; None if unknown
     "By what the items of both sets can be known again, in another process"
-    numbers = [_numbers(ds, f'{dls.path}{os.sep}') for ds in (dls.train_ds, dls.valid_ds)]
-    return None if any(o is None for o in numbers) else tuple(torch.from_numpy(o) for o in numbers)
+    numbers = [_numbers(ds, f'{dls.path}{os.sep}')
+               for ds in (dls.train_ds, dls.valid_ds)]
+    return None if any(o is None for o in numbers) else tuple(torch.from_numpy(o)
+                                                              for o in numbers)
 
 # %% ../nbs/25_checkpoint.ipynb #fe32d093
 def checkpoints(
@@ -155,7 +164,7 @@ def _epoch(path): return int(path.stem[6:].split('-')[0])
 
 def write_checkpoint(
     folder,     # where to
-    state:dict, # `model`, `opt`, `epoch`, `config` and `more`
+    state:dict, # model, opt, epoch, config and more
     keep:int=3  # how many to keep
 ) -> Path:
     "Write `state` to `folder` in one go, and remove all but the last `keep`"
@@ -164,11 +173,13 @@ def write_checkpoint(
     with open(tmp, 'wb') as f: torch.save(state, f)
     path = folder/f'epoch_{epoch:05d}-{file_digest(tmp)}.pt'
     _rename(tmp, path)
-    older = [p for p in checkpoints(folder) if _epoch(p) <= epoch and p != path]    # later ones are damaged
+    # later ones are damaged
+    older = [p for p in checkpoints(folder) if _epoch(p) <= epoch and p != path]
     kept = [p for p in older if _epoch(p) < epoch][:keep-1]
     for old in older:
         if old not in kept: old.unlink(missing_ok=True)
-    for old in folder.glob('epoch_*.tmp'): old.unlink(missing_ok=True)              # left by a killed process
+    # left by a killed process
+    for old in folder.glob('epoch_*.tmp'): old.unlink(missing_ok=True)
     return path
 
 # %% ../nbs/25_checkpoint.ipynb #50a8231a
@@ -177,9 +188,11 @@ def read_checkpoint(
 ) -> dict|None:
     "The content of a checkpoint, or `None` and a warning if it is damaged"
     try:
-        if file_digest(path) != Path(path).stem.split('-')[1]: raise ValueError('its content is not what was written')
+        if file_digest(path) != Path(path).stem.split('-')[1]:
+            raise ValueError('its content is not what was written')
         state = torch.load(path, map_location='cpu', weights_only=True)
-        if {'model', 'opt', 'epoch', 'config', 'more'} <= set(state) and isinstance(state['config'], dict): return state
+        if {'model', 'opt', 'epoch', 'config', 'more'} <= set(state) and isinstance(state['config'], dict):
+            return state
         raise ValueError('it is not a checkpoint of this library')
     except Exception as e: log.warning(f"passing over the checkpoint {path}: {e}")
 
@@ -188,29 +201,33 @@ class SaveCheckpoints(Callback):
     "Writes a checkpoint after every epoch"
     order,state = 90,None
     def __init__(self,
-        folder,             # where they are written to and found again
-        config:dict,        # what must be the same for a run to be the same run
-        keep:int=3,         # how many to keep
-        items:tuple=None    # item_ids of the data, which must be the same as well
+        folder,           # where they are written to and found again
+        config:dict,      # what must be the same for a run to be the same run
+        keep:int=3,       # how many to keep
+        items:tuple=None  # item_ids of the data, which must be the same as well
     ):
         self.folder,self.config,self.keep,self.items = Path(folder),config,whole(keep, 'keep', 1),items
         self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.folder): pass      # fails now rather than after an epoch
+        # fails now rather than after an epoch
+        with tempfile.TemporaryFile(dir=self.folder): pass
 
-    def more(self) -> dict: return {}                           # what else to keep
+    def more(self) -> dict: return {}                        # what else to keep
 
     @property
-    def scaler(self): return vars(self.learn).get('scaler')     # of mixed precision, while it trains
+    # of mixed precision, while it trains
+    def scaler(self): return vars(self.learn).get('scaler')
 
     def before_fit(self):
-        if self.scaler and self.state and self.state.get('scaler'): self.scaler.load_state_dict(self.state['scaler'])
+        if self.scaler and self.state and self.state.get('scaler'):
+            self.scaler.load_state_dict(self.state['scaler'])
 
     def after_epoch(self):
         self.learn.check_finite()
         if rank_distrib(): return
         model = get_model(self.model)
         scaler = self.scaler.state_dict() if self.scaler else None
-        state = dict(model=model.state_dict(), opt=self.opt.state_dict(), epoch=self.epoch+1, config=self.config,
+        state = dict(model=model.state_dict(), opt=self.opt.state_dict(),
+                     epoch=self.epoch+1, config=self.config,
                      items=self.items, scaler=scaler, more=self.more())
         write_checkpoint(self.folder, state, self.keep)
 
@@ -218,7 +235,8 @@ class SaveCheckpoints(Callback):
 def _item_changes(there, here):
     "How many items changed sides, came or went, in words; nothing if none did"
     if there is None or here is None or all(map(torch.equal, there, here)): return []
-    (train,valid),(train2,valid2) = ([set(o.tolist()) for o in sides] for sides in (there, here))
+    (train,valid),(train2,valid2) = ([set(o.tolist()) for o in sides]
+                                     for sides in (there, here))
     moved = len(train & valid2 - valid) + len(valid & train2 - train)
     new,gone = len((train2|valid2) - (train|valid)),len((train|valid) - (train2|valid2))
     if moved or new or gone: return [
@@ -234,11 +252,12 @@ def load(self:SaveCheckpoints, learn) -> dict|None:
     for path in checkpoints(self.folder):
         if (state := read_checkpoint(path)) is None: continue
         old = state['config']
-        diff = [f'{k}: {old.get(k)!r} there, {v!r} here' for k,v in self.config.items() if old.get(k) != v]
+        diff = [f'{k}: {old.get(k)!r} there, {v!r} here'
+                for k,v in self.config.items() if old.get(k) != v]
         if diff := diff + _item_changes(state.pop('items', None), self.items): raise ValueError(
             f"{path} belongs to another run; use another folder, or the same settings. They differ in\n  "
             + '\n  '.join(diff))
-        learn.model.load_state_dict(state.pop('model'))         # and don't hold it twice
+        learn.model.load_state_dict(state.pop('model'))  # and don't hold it twice
         learn.opt.load_state_dict(state.pop('opt'))
         self.state = state
         return state
@@ -246,7 +265,7 @@ def load(self:SaveCheckpoints, learn) -> dict|None:
 # %% ../nbs/25_checkpoint.ipynb #5c3c8968
 class ResumableLearner(Learner):
     "A `Learner` that can go on in the middle of a run"
-    first = 0                                                       # the epoch to begin with
+    first = 0                                          # the epoch to begin with
     def _do_fit(self):
         for self.epoch in range(self.first, self.n_epoch):
             self._with_events(self._do_epoch, 'epoch', CancelEpochException)
@@ -261,9 +280,9 @@ class ResumableLearner(Learner):
 
     def fit_rest(self,
         n_epoch:int,                # epochs of the whole run
-        lr:float,                   # learning rate, for `fit`
-        saver:SaveCheckpoints=None, # writes checkpoints, and knows where to go on, if asked to `load` one
-        wd:float=None,              # weight decay, for `fit`
+        lr:float,                   # learning rate, for fit
+        saver:SaveCheckpoints=None, # writes checkpoints, and knows where to go on, if asked to load one
+        wd:float=None,              # weight decay, for fit
         cbs=None                    # more callbacks
     ) -> bool:                      # was there anything left?
         "Train what is left of a run of `n_epoch` epochs"
@@ -272,6 +291,7 @@ class ResumableLearner(Learner):
             if self.first < n_epoch:
                 self.fit(n_epoch, lr, wd=wd, cbs=[*L(cbs), *L(saver)])
                 self.check_finite()
-            else: log.info(f"{saver.folder} holds the finished run: nothing left to train")
+            else:
+                log.info(f"{saver.folder} holds the finished run: nothing left to train")
             return self.first < n_epoch
         finally: self.first = 0

@@ -22,12 +22,13 @@ class OpChoice(nn.Module):
     "Several operations, of which one is used at a time"
     def __init__(self,
         ops:dict,   # the operations, by their names
-        group=None  # op choices of the same group are decided together, as one layer of the search space
+        group=None  # choices of one group are decided together, as one layer
     ):
         super().__init__()
-        if not isinstance(ops, dict) or not ops:
-            raise ValueError(f"OpChoice needs a dict of at least one named module; got {ops!r}")
-        for n,o in ops.items(): instance(o, f'the operation {n!r} of an OpChoice', nn.Module)
+        if not isinstance(ops, dict) or not ops: raise ValueError(
+            f"OpChoice needs a dict of at least one named module; got {ops!r}")
+        for n,o in ops.items():
+            instance(o, f'the operation {n!r} of an OpChoice', nn.Module)
         self.ops,self.group,self.active = nn.ModuleDict(ops),group,0
 
     @property
@@ -42,16 +43,21 @@ class WidthChoice:
     "Ratios to which the filters of a layer may be cut; call it with the layers"
     def __init__(self,
         ratios:Iterable, # shares of the filters: increasing, above 0, at most 1
-        step:int=1       # numbers of filters are multiples of this, such as the size of a later convolution's groups
-    ): self.ratios,self.step = SearchSpace((), (ratios,)).widths[0],whole(step, 'step', 1)
+        step:int=1       # numbers of filters are multiples of this
+    ):
+        self.ratios = SearchSpace((), (ratios,)).widths[0]
+        self.step = whole(step, 'step', 1)
 
     def __call__(self,
         layer:nn.Module, # a convolution or linear layer
         step:int=None    # its own step, if it differs from the choice's
     ) -> nn.Module:      # the same layer, marked
-        if not isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Linear)) or getattr(layer, 'groups', 1) > 1:
-            raise TypeError(f"only convolutions without groups and linear layers can be cut in width; got {layer}")
-        layer.width_choice,layer.width_step = self,self.step if step is None else whole(step, 'step', 1)
+        known = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Linear))
+        if not known or getattr(layer, 'groups', 1) > 1: raise TypeError(
+            f"only convolutions without groups and linear layers can be cut in width; "
+            f"got {layer}")
+        layer.width_choice = self
+        layer.width_step = self.step if step is None else whole(step, 'step', 1)
         return layer
 
     def n_filters(self, layer:nn.Module) -> list:
@@ -64,21 +70,27 @@ class WidthChoice:
 
 # %% ../nbs/16_choices.ipynb #d5626669
 class Choices:
-    "The op choices and width choices inside a module, and the search space that they make"
+    "The choices inside a module, and the search space that they make"
     def __init__(self, module:nn.Module): # a network with choices in it
-        ops,self.cuts = {},{}       # cuts: for each width choice its layers, with their filters at each ratio
+        ops = {}          # for each layer of the space, its op choices
+        self.cuts = {}    # for each width choice, its layers and their filters by ratio
         for m in module.modules():
-            if isinstance(m, OpChoice): ops.setdefault(id(m) if m.group is None else m.group, []).append(m)
-            if w := getattr(m, 'width_choice', None): self.cuts.setdefault(w, []).append((m, w.n_filters(m)))
-        if not ops and not self.cuts:
-            raise ValueError("the module has no OpChoice and no WidthChoice in it, so there is nothing to search")
+            if isinstance(m, OpChoice):
+                ops.setdefault(id(m) if m.group is None else m.group, []).append(m)
+            if w := getattr(m, 'width_choice', None):
+                self.cuts.setdefault(w, []).append((m, w.n_filters(m)))
+        if not ops and not self.cuts: raise ValueError(
+            "the module has no OpChoice and no WidthChoice in it, "
+            "so there is nothing to search")
         for group,cs in ops.items():
-            if len(names := {c.names for c in cs}) > 1:
-                raise ValueError(f"the op choices of group {group!r} have different operations: {sorted(names)}")
-        self.ops = list(ops.values())
-        self.space = SearchSpace([cs[0].names for cs in self.ops], [w.ratios for w in self.cuts])
+            if len(names := {c.names for c in cs}) > 1: raise ValueError(
+                f"the op choices of group {group!r} have different operations: "
+                f"{sorted(names)}")
+        self.ops,ratios = list(ops.values()),[w.ratios for w in self.cuts]
+        self.space = SearchSpace([cs[0].names for cs in self.ops], ratios)
 
-    def __iter__(self): return iter(self.ops)       # the op choices of one layer after another
+    # the op choices of one layer after another
+    def __iter__(self): return iter(self.ops)
     def __len__(self): return len(self.ops)
 
     def switch(self, arch:Arch):
@@ -112,23 +124,26 @@ def check_ops(
     "Refuse operations of one choice that put out different shapes"
     bones,odd = skeleton(module),[]
     def compare(m, args):
-        shapes = {n:tuple(o.shape[1:]) for n,op in m.ops.items() if isinstance(o := op(*args), Tensor)}
+        outs = {n:op(*args) for n,op in m.ops.items()}
+        shapes = {n:tuple(o.shape[1:]) for n,o in outs.items() if isinstance(o, Tensor)}
         if len(set(shapes.values())) > 1: odd.append(shapes)
     for cs in Choices(bones).ops:
         for c in cs: c.register_forward_pre_hook(compare)
     try: bones(torch.empty(2, *in_shape, device='meta'))
-    except Exception: pass                                        # a network that can't do without content
-    if odd: raise ValueError(f"the operations of a choice must put out the same shape; got {odd[0]}")
+    except Exception: pass                    # a network that can't do without content
+    if odd: raise ValueError(
+        f"the operations of a choice must put out the same shape; got {odd[0]}")
 
 # %% ../nbs/16_choices.ipynb #88f90d33
 class _NoWeights(TorchFunctionMode):
     "Torch multiplies by weights that aren't there, and gives garbage: refuse that"
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if len({a.is_meta for a in args if isinstance(a, Tensor)}) > 1: raise RuntimeError('labels meet weights')
+        devices = {a.is_meta for a in args if isinstance(a, Tensor)}
+        if len(devices) > 1: raise RuntimeError('labels meet weights')
         return func(*args, **(kwargs or {}))
 
 class ChannelLabels:
-    "Sends labels through a module without weights, and notes which reach each K-shot layer"
+    "Sends labels through a module, and notes which of them reach each K-shot layer"
     def __init__(self,
         module:nn.Module, # a network with K-shot layers and choices
         in_shape:tuple    # shape of one input
@@ -141,7 +156,8 @@ class ChannelLabels:
 
     def _watch(self, m, gen):
         n_out = getattr(m, 'out_channels', getattr(m, 'out_features', 1))
-        own,shape_of,self.seen[m] = torch.rand(n_out, generator=gen, device='cpu') + 0.5,m.forward,[]
+        own = torch.rand(n_out, generator=gen, device='cpu') + 0.5
+        shape_of,self.seen[m] = m.forward,[]
         def forward(x):
             given = x.movedim(m.channel_dim, 0).flatten(1)[:,0]
             self.seen[m].append(given)
@@ -168,34 +184,38 @@ def check_widths(
     module:nn.Module, # a network with K-shot layers and choices
     in_shape:tuple    # shape of one input
 ):
-    "Refuse widths that break the network, or that make a later layer read other channels than at full width"
+    "Refuse widths that break the network, or make a later layer read other channels"
     labels = ChannelLabels(module, in_shape)
     space,n = labels.choices.space,len(labels.choices.cuts)
     def arch(op, cut):
         widths = [0 if w in cut else len(r)-1 for w,r in enumerate(space.widths)]
         return Arch([min(op, len(o)-1) for o in space.ops], widths)
     def fault(op, cut):
-        "The layer that reads other channels when the width choices `cut` are at their smallest, or the error"
+        "The layer that reads other channels with `cut` at the smallest, or the error"
         try: given = labels(arch(op, cut))
         except Exception as e: return e
-        moved = (m for m,g in given.items() for a,b in zip(g, full[op][m]) if not torch.allclose(a, b[:len(a)]))
-        return next(moved, None)
+        pairs = ((m, a, b) for m,g in given.items() for a,b in zip(g, full[op][m]))
+        return next((m for m,a,b in pairs if not torch.allclose(a, b[:len(a)])), None)
     n_ops = max(map(len, space.ops), default=1)
     try: full = [labels(arch(op, ())) for op in range(n_ops)]
-    except Exception: return                                      # a network that can't do with labels
-    groups = [range(n), *([w for w in range(n) if w >> b & 1] for b in range((n-1).bit_length()))]
+    except Exception: return                  # a network that can't do with labels
+    bits = range((n-1).bit_length())
+    groups = [range(n), *([w for w in range(n) if w >> b & 1] for b in bits)]
     if not any(fault(op, cut) for op in range(n_ops) for cut in groups): return
     for w,layers in enumerate(labels.choices.cuts.values()):
         for op in range(n_ops):
-            if what := fault(op, [w]): _refuse(labels.bones, [m for m,_ in layers], what)
+            if not (what := fault(op, [w])): continue
+            _refuse(labels.bones, [m for m,_ in layers], what)
 
 def _refuse(bones, layers, what):
     "Raise the error about `layers` that can't be cut"
     names = {m:n for n,m in bones.named_modules()}
     who = f"{', '.join(names[m] for m in layers)} can't be cut in width"
     if isinstance(what, Exception): raise ValueError(
-        f"{who}: the network does not run ({str(what).splitlines()[0]}). Is the output added to, or multiplied with, "
-        "something of another width? Cut both by one WidthChoice, or none")
+        f"{who}: the network does not run ({str(what).splitlines()[0]}). Is the output "
+        "added to, or multiplied with, something of another width? "
+        "Cut both by one WidthChoice, or none")
     raise ValueError(
-        f"{who}: {names[what]} would be given other channels than at full width. Are branches joined by torch.cat, "
-        "or channels split or shuffled in between? Only the last branch can be cut")
+        f"{who}: {names[what]} would be given other channels than at full width. "
+        "Are branches joined by torch.cat, or channels split or shuffled in between? "
+        "Only the last branch can be cut")

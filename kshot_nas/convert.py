@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import update_bn
@@ -64,24 +65,26 @@ def check_layers(
 def kshotify(
     module:nn.Module,      # any network
     k:int,                 # number of items
-    noise:float=0.1,       # items are the module's weights plus this much noise; None draws each anew
-    running:bool=False,    # keep the running statistics of batch norms? Otherwise they always use the batch's
-    skip:tuple=(),         # types of layers to leave as they are, shared by all paths
+    noise:float=0.1,       # around the module's weights; None draws each item anew
+    running:bool=False,    # keep running statistics? Else norms use the batch's
+    skip:tuple=(),  # types of layers to leave as they are, shared by all paths
     mixer:Mixer=None       # what to mix by; a new one if None
 ) -> nn.Module:
-    "A copy of `module` with K-shot layers in place of its own, and what they mix by as `.mixer`"
+    "A copy of `module` with K-shot layers, and what they mix by as `.mixer`"
     skip = check_layers(module, skip)
     module,mixer = copy.deepcopy(module),Mixer(k) if mixer is None else mixer
-    for m in dict.fromkeys(m for _,m in _named(module, skip)):                # a layer that is used twice comes once
+    for m in dict.fromkeys(m for _,m in _named(module, skip)):     # each layer once
         if not m._parameters: continue
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and not running: _forget_stats(m)
+        if isinstance(m, _BatchNorm) and not running: _forget_stats(m)
         if noise is None and hasattr(m, 'reset_parameters'): m.reset_parameters()
         m.__class__ = kshot_form(type(m))
         m.keep_items(k, mixer, noise)
     module.mixer = mixer
     return module
 
-def _forget_stats(m): m.track_running_stats,m.running_mean,m.running_var,m.num_batches_tracked = False,None,None,None
+def _forget_stats(m):
+    m.track_running_stats = False
+    m.running_mean = m.running_var = m.num_batches_tracked = None
 
 # %% ../nbs/13_convert.ipynb #b722623c
 @torch.no_grad()
@@ -90,7 +93,7 @@ def merge(
     x=None,            # an input; needed when layers are cut in width
     replace:dict=None  # modules to leave out, and what to put in their place
 ) -> nn.Module:
-    "A copy of `module` with plain torch layers that hold the merged weights for the current code and widths"
+    "A copy of `module` with plain layers, merged for the current code and widths"
     replace,kept = replace or {},[]
     def walk(m):
         kept.append(m)
@@ -102,10 +105,11 @@ def merge(
         f"these layers are cut in width: {', '.join(cut)}; "
         "pass an input `x`, so that those after them can be cut to fit")
     seen = {} if x is None else _channels_in(module, layers, x)
-    memo = {}                                          # what `deepcopy` finds here it takes instead of a copy
-    for m in reversed(kept):                           # what is inside comes first
+    memo = {}  # what deepcopy takes instead of a copy
+    for m in reversed(kept):                       # what is inside comes first
         if m in replace: memo[id(m)] = copy.deepcopy(replace[m], memo)
-        elif isinstance(m, KLayer) and id(m) not in memo: memo[id(m)] = m.plain(seen.get(m), memo)
+        elif isinstance(m, KLayer) and id(m) not in memo:
+            memo[id(m)] = m.plain(seen.get(m), memo)
     res = copy.deepcopy(module, memo)
     for m in res.modules(): m.__dict__.pop('mixer', None)
     return res
@@ -114,7 +118,8 @@ def _channels_in(module, layers, x):
     "How many channels reach each of `layers` when `module` is given `x`"
     seen,training = {},{m:m.training for m in module.modules()}
     def note(m, args): seen[m] = args[0].shape[m.channel_dim]
-    hooks = [m.register_forward_pre_hook(note) for m in layers if m.channel_dim is not None]
+    cuttable = [m for m in layers if m.channel_dim is not None]
+    hooks = [m.register_forward_pre_hook(note) for m in cuttable]
     try: module.eval()(x)
     finally:
         for h in hooks: h.remove()
@@ -124,14 +129,15 @@ def _channels_in(module, layers, x):
 # %% ../nbs/13_convert.ipynb #6fa087ad
 def batch_norms(net:nn.Module) -> list:
     "The batch norms of `net`, plain and K-shot"
-    return [m for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return [m for m in net.modules() if isinstance(m, _BatchNorm)]
 
 def track_stats(net:nn.Module) -> nn.Module:
     "Give every batch norm of `net` running statistics, empty where it had none"
     for m in batch_norms(net):
         if m.running_mean is not None: continue
         m.track_running_stats,like = True,next(m.parameters(), torch.empty(0))
-        m.running_mean,m.running_var = like.new_zeros(m.num_features),like.new_ones(m.num_features)
+        m.running_mean = like.new_zeros(m.num_features)
+        m.running_var = like.new_ones(m.num_features)
         m.num_batches_tracked = torch.tensor(0, device=like.device)
     return net
 
@@ -140,13 +146,15 @@ def recalibrate(
     net:nn.Module, # a network with batch norms, plain or K-shot
     xs:Iterable    # its inputs, batch by batch; labels, if any, are passed over
 ) -> nn.Module:
-    "Fill the running statistics of every batch norm with the average over `xs`, for the current code and widths"
+    "Fill the running statistics of all batch norms with the average over `xs`"
     if not isinstance(xs, Iterable) or isinstance(xs, Tensor):
-        raise TypeError(f"expected inputs batch by batch, such as [x]; got {type(xs).__name__}")
+        raise TypeError(
+            f"expected inputs batch by batch, such as [x]; got {type(xs).__name__}")
     update_bn(xs, track_stats(net))
     norms = batch_norms(net)
     if norms and not any(m.num_batches_tracked for m in norms):
-        raise ValueError(f"there are no batches in {xs!r:.100} to collect statistics from: give at least one")
+        raise ValueError(f"there are no batches in {xs!r:.100} to collect statistics "
+                         "from: give at least one")
     return net
 
 # %% ../nbs/13_convert.ipynb #a4b0c1d3

@@ -20,7 +20,7 @@ from .supernet import Supernet
 
 # %% ../nbs/35_data.ipynb #2eccceea
 def one_input(
-    dls     # `DataLoaders`
+    dls     # DataLoaders
 ) -> Tensor:
     "The inputs of one batch"
     try: x,*_,y = dls.one_batch()
@@ -39,7 +39,7 @@ def _refuse_other_tasks(x, y):
         "the targets are masks: supernets give one answer for an image, which is not enough for segmentation")
 
 def n_classes(
-    dls,            # `DataLoaders`
+    dls,            # DataLoaders
     n_out:int=None  # what the user says
 ) -> int:
     "The number of outputs that the data wants, unless the user has said it"
@@ -48,7 +48,8 @@ def n_classes(
     raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
 
 # %% ../nbs/35_data.ipynb #62d10b9b
-def _mixed(idxs, most=None): return random.Random(0).sample(idxs, len(idxs))[:most]      # the same in every pass
+# the same in every pass
+def _mixed(idxs, most=None): return random.Random(0).sample(idxs, len(idxs))[:most]
 
 def batch_size(
     n:int,  # images in all
@@ -58,11 +59,11 @@ def batch_size(
     return next((b for b in range(bs, n+1) if n % b != 1), bs)
 
 def fixed_batches(
-    dl:DataLoader,          # what reads the images
-    device=None,            # where the batches should be
-    n:int=None,             # how many; all if None
-    limit:int=2**30,        # bytes to keep at most; what takes more is read anew in each pass
-    bs:int=None             # images in a batch; as many as dl has if None
+    dl:DataLoader,    # what reads the images
+    device=None,      # where the batches should be
+    n:int=None,       # how many; all if None
+    limit:int=2**30,  # bytes to keep at most; what takes more is read anew in each pass
+    bs:int=None       # images in a batch; as many as dl has if None
 ) -> list:
     "The batches of `dl` in a fixed order that mixes classes"
     if not len(dl.dataset): raise ValueError(
@@ -71,12 +72,14 @@ def fixed_batches(
     bs = batch_size(len(dl.dataset), bs or dl.bs)
     order = partial(_mixed, most=None if n is None else n*bs)
     workers = dl.fake_l.num_workers if n is None else 0
-    dl = dl.new(shuffle=True, shuffle_fn=order, drop_last=False, bs=bs, num_workers=workers)
+    dl = dl.new(shuffle=True, shuffle_fn=order, drop_last=False, bs=bs,
+                num_workers=workers)
     return _kept(dl, device, limit)
 
 def _laid_out(t):
     "Images as a plain tensor, channels-last, as convolutions want them; anything else as it is"
-    if not isinstance(t, TensorImageBase) and not (type(t) is Tensor and t.ndim == 4): return t
+    if not isinstance(t, TensorImageBase) and not (type(t) is Tensor and t.ndim == 4):
+        return t
     t = t.as_subclass(Tensor)
     return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
 
@@ -117,7 +120,7 @@ def _as_supernet(module, k, shape, name, kwargs) -> Supernet:
 
 # %% ../nbs/35_data.ipynb #a648c48f
 def supernet_for(
-    dls,            # `DataLoaders`
+    dls,            # DataLoaders
     supernet,       # a function that makes a supernet, a Supernet, or a module with choices
     k:int=None,     # number of items; 8, or the supernet's own, if None
     n_in:int=None,  # number of input channels; that of the data if None
@@ -133,9 +136,12 @@ def supernet_for(
         net = _as_supernet(supernet, k, shape, name, kwargs)
         _check_fit(net, x, dict(k=k, n_in=n_in, n_out=n_out))
         return net
-    if not callable(supernet): raise TypeError(f"supernet is {supernet!r}. {_no_supernet}")
-    offered = dict(k=8 if k is None else k, n_in=shape[0] if n_in is None else n_in, n_out=n_classes(dls, n_out))
-    if len(shape) == 3: offered['size'] = shape[1] if shape[1] == shape[2] else shape[1:]
+    if not callable(supernet):
+        raise TypeError(f"supernet is {supernet!r}. {_no_supernet}")
+    offered = dict(k=8 if k is None else k, n_in=shape[0] if n_in is None else n_in,
+                   n_out=n_classes(dls, n_out))
+    if len(shape) == 3:
+        offered['size'] = shape[1] if shape[1] == shape[2] else shape[1:]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made,rest = _call(supernet, offered, kwargs)
@@ -152,7 +158,8 @@ def _check_fit(net, x, said):
     if x.dtype != dtype: raise TypeError(
         f"the inputs of the data are {x.dtype} and the weights of the supernet {dtype}: "
         "convert one to the other, say by `x.float()`")
-    with torch.no_grad(): out = net.skeleton()(x[:2].to('meta')) if said.get('n_out') else None
+    with torch.no_grad():
+        out = net.skeleton()(x[:2].to('meta')) if said.get('n_out') else None
     has = dict(k=net.k, n_in=shape[0], n_out=None if out is None else out.shape[-1])
     for name,v in said.items():
         if v is not None and v != has[name]: raise ValueError(

@@ -25,28 +25,32 @@ from .space import Arch
 
 # %% ../nbs/29_evaluate.ipynb #0ca3bf45
 def attempt(
-    evaluate:Callable, # takes an `Arch`, gives a number, or several as a dict
+    evaluate:Callable, # takes an Arch, gives a number, or several as a dict
     metric:str,        # the number that must be there, and finite
     arch:Arch          # the architecture
-) -> tuple:            # numbers by name, and why it failed or `None`
+) -> tuple:            # numbers by name, and why it failed or None
     "Evaluate `arch`, and catch what goes wrong"
     try:
         res = evaluate(arch)
         res = {k:float(v) for k,v in res.items()} if isinstance(res, dict) else {metric: float(res)}
-        if metric not in res: raise ValueError(f"the evaluator gave {', '.join(res) or 'nothing'}, but not {metric!r}")
+        if metric not in res:
+            raise ValueError(f"the evaluator gave {', '.join(res) or 'nothing'}, but not {metric!r}")
         return res,None if np.isfinite(res[metric]) else f'{metric} is {res[metric]}'
     except OSError: raise
     except Exception: return {},traceback.format_exc().strip()
 
 # %% ../nbs/29_evaluate.ipynb #230a5860
-def _versions(): return {m.__name__:m.__version__.split('+')[0] for m in (kshot_nas, torch)}
+def _versions():
+    return {m.__name__:m.__version__.split('+')[0] for m in (kshot_nas, torch)}
 
 def end_with(pid:int):
     "Let this process end when its parent `pid` does, which may be killed"
     def watch():
         while os.getppid() == pid: time.sleep(0.5)
         os._exit(1)
-    if os.getppid() != pid or any(t.name == 'kshot_watch' for t in threading.enumerate()): return
+    if os.getppid() != pid or any(t.name == 'kshot_watch'
+                                  for t in threading.enumerate()):
+        return
     threading.Thread(target=watch, daemon=True, name='kshot_watch').start()
 
 def _work(key, package, versions, threads, pid, metric, arch):
@@ -56,7 +60,7 @@ def _work(key, package, versions, threads, pid, metric, arch):
         here = _versions()
         if here != versions: raise RuntimeError(f"a worker has {here}, and the process it works for has {versions}: "
                                                 "install the same versions on all machines")
-        torch.set_num_threads(threads)                                      # rounding depends on it
+        torch.set_num_threads(threads)                  # rounding depends on it
         end_with(pid)
         me.kshot_key,me.kshot_evaluate = key,cloudpickle.loads(package.tobytes())
     return arch,*attempt(me.kshot_evaluate, metric, arch)
@@ -69,16 +73,20 @@ def _evaluate_here(problem:ArchProblem, archs:list) -> Iterator:
 def _evaluator(problem:ArchProblem, workers:int) -> Iterator:
     "A function that evaluates a list of architectures: here, by `workers`, or by the backend that is active"
     backend,n_jobs = get_active_backend()
-    if workers == 1 and n_jobs in (None, 1) and isinstance(backend, LokyBackend):       # nobody asks for workers
+    # nobody asks for workers
+    if workers == 1 and n_jobs in (None, 1) and isinstance(backend, LokyBackend):
         yield partial(_evaluate_here, problem)
         return
     package = np.frombuffer(cloudpickle.dumps(problem.evaluate), dtype=np.uint8)
     about = _versions(),torch.get_num_threads(),os.getpid(),problem.metric
     args = hashlib.sha256(package).hexdigest(),package,*about
-    unordered = getattr(backend, 'supports_return_generator', False)        # then no result waits for a slower one
+    # then no result waits for a slower one
+    unordered = getattr(backend, 'supports_return_generator', False)
     with joblib.Parallel(n_jobs=None if workers == 1 else workers, max_nbytes=1000,
                          return_as='generator_unordered' if unordered else 'list') as parallel:
-        yield partial(_evaluate_there, lambda archs: parallel(joblib.delayed(_work)(*args, a) for a in archs))
+        yield partial(_evaluate_there,
+                      lambda archs: parallel(joblib.delayed(_work)(*args, a)
+                                             for a in archs))
 
 def _evaluate_there(work:Callable, archs:list, tries=3) -> Iterator:
     "Evaluate `archs` by `work`; what was lost with a worker, again"
@@ -99,20 +107,24 @@ class Evaluations:
     def __init__(self,
         problem:ArchProblem, # what is searched
         archive=None,        # a file that keeps all evaluations, and is asked before anything is evaluated
-        workers:int=1,       # processes that evaluate; or else what joblib's `parallel_config` says
+        workers:int=1,       # processes that evaluate; or else what joblib's parallel_config says
         seed:int=None,       # of the search, for the archive
         retry:bool=False,    # evaluate again what has failed according to the archive?
-        total:int=None       # show a bar for this many; or a function that is told of each evaluation; no bar if `None`
+        total:int=None       # show a bar for this many; or a function that is told of each evaluation; no bar if None
     ):
         if type(workers) is not int or workers == 0:
             raise ValueError(f"workers must be an int: 1, 2, ..., or -1 for one per processor; got {workers!r}")
         self.problem,self.seed = problem,seed
-        self.records,self.generation = {},0         # what has been evaluated, and in how many generations
-        self.born,self.fitting = 0,0                # offspring so far, and how many of them kept the limits
+        # what has been evaluated, and in how many generations
+        self.records,self.generation = {},0
+        # offspring so far, and how many of them kept the limits
+        self.born,self.fitting = 0,0
         with ExitStack() as stack:
             self.archive = self.bar = None
             if archive is not None:
-                self.archive = stack.enter_context(Archive(archive, problem.space, problem.weights, problem.settings))
+                self.archive = stack.enter_context(Archive(archive, problem.space,
+                                                           problem.weights,
+                                                           problem.settings))
             if self.archive and retry: self.archive.forget_failures()
             if callable(total): self.bar = _Told(total)
             elif total is not None: self.bar = stack.enter_context(_Bar(total))
@@ -180,7 +192,8 @@ def score(self:Evaluations, archs:list):
 @patch
 def _costs(self:Evaluations, archs:list) -> dict:
     "All costs of each architecture, by name"
-    columns = {name:self.problem.cost_of(archs, name).tolist() for name in self.problem.costs}
+    columns = {name:self.problem.cost_of(archs, name).tolist()
+               for name in self.problem.costs}
     return {a:dict(zip(columns, row)) for a,*row in zip(archs, *columns.values())}
 
 # %% ../nbs/29_evaluate.ipynb #fba51f8b
@@ -189,7 +202,7 @@ def draw(self:Evaluations,
     n:int,                    # how many
     rng:np.random.Generator,  # source of randomness
     taken=()                  # not these
-) -> list:                    # fewer than `n` if there are no more
+) -> list:                    # fewer than n if there are no more
     "Different architectures within the limits, drawn at random among those without a record"
     return self.problem.draw(n, rng, {*self.records, *taken})
 
@@ -203,5 +216,6 @@ def admit(self:Evaluations,
     self.born += len(archs)
     self.fitting += int(fits.sum())
     for i,arch in enumerate(archs):
-        if fits[i] and arch not in taken and arch not in self.records: keep.setdefault(arch, i)
+        if fits[i] and arch not in taken and arch not in self.records:
+            keep.setdefault(arch, i)
     return list(keep.values())

@@ -23,17 +23,18 @@ from .checkpoint import check_finite, published
 from .space import Arch
 
 # %% ../nbs/40_export.ipynb #85d2ea56
-def _middle(x, dim, n): return x.index_select(dim, torch.arange(n, device=x.device) + (x.shape[dim]-n)//2)
+def _middle(x, dim, n):
+    return x.index_select(dim, torch.arange(n, device=x.device) + (x.shape[dim]-n)//2)
 
 class Classifier(nn.Module):
     "A network that takes uint8 images of any size, (images, height, width, channels), and gives probabilities"
     def __init__(self,
         model:nn.Module,    # takes normalized images, (images, channels, height, width), and gives logits
         classes:list,       # their names
-        size:tuple,         # height and width that `model` was trained with
+        size:tuple,         # height and width that model was trained with
         mean=0.,            # what is subtracted from images that were divided by 255, a number for each channel or one
         std=1.,             # and what they are divided by then
-        resize:str='squish',# 'squish' an image to `size`, or 'crop' it to the square in its middle first
+        resize:str='squish',# 'squish' an image to size, or 'crop' it to the square in its middle first
         channels:int=3,     # 3 for RGB, 1 for grey
         **about
     ):
@@ -42,26 +43,31 @@ class Classifier(nn.Module):
         self.model = deepcopy(model).cpu().eval().requires_grad_(False)
         self.size,self.channels = sequence(size, 'size', '(64, 64)'),channels
         self.crop = one_of(resize, 'resize', ('squish', 'crop')) == 'crop'
-        if self.crop and len(set(self.size)) > 1: raise ValueError(f"resize='crop' is for squares; got size={size}")
+        if self.crop and len(set(self.size)) > 1:
+            raise ValueError(f"resize='crop' is for squares; got size={size}")
         stats = dict(mean=mean, std=std)
-        stats = {n:torch.as_tensor(v, dtype=torch.float32).reshape(-1) for n,v in stats.items()}
+        stats = {n:torch.as_tensor(v, dtype=torch.float32).reshape(-1)
+                 for n,v in stats.items()}
         for n,v in stats.items(): self.register_buffer(n, 255*v[:,None,None])
-        self.about = dict(classes=[str(c) for c in classes], output='probabilities', size=list(self.size),
+        self.about = dict(classes=[str(c) for c in classes], output='probabilities',
+                          size=list(self.size),
                           input=f"uint8, (images, height, width, {channels}), any size",
                           resize=f'{resize}, bilinear with antialiasing',
-                          **{n:[round(float(x), 6) for x in v] for n,v in stats.items()},
+                          **{n:[round(float(x), 6) for x in v]
+                             for n,v in stats.items()},
                           made_by=f"kshot_nas {version('kshot_nas')}", **about)
 
     def forward(self, x):
         if self.crop:
             side = torch.sym_min(x.shape[1], x.shape[2])
             x = _middle(_middle(x, 1, side), 2, side)
-        x = F.interpolate(x.permute(0,3,1,2).float(), self.size, mode='bilinear', antialias=True)
+        x = F.interpolate(x.permute(0,3,1,2).float(), self.size, mode='bilinear',
+                          antialias=True)
         return self.model((x - self.mean)/self.std).softmax(1)
 
 # %% ../nbs/40_export.ipynb #6d2f64da
 def classifier_of(
-    learn,          # a `Learner` for images, as of `retrain_learner`
+    learn,          # a Learner for images, as of retrain_learner
     **about
 ) -> Classifier:
     "The network of `learn` with the preprocessing of its validation images; `about` as for `Classifier`"
@@ -72,8 +78,10 @@ def classifier_of(
     if resize is None or resize.method not in hows: raise ValueError(
         "how images were resized can't be read off the data: use Resize(size, ResizeMethod.Squish) or "
         "ResizeMethod.Crop as item transform, or make a Classifier(learn.model, classes, size, mean, std) yourself")
-    stats = {} if norm is None else {n:getattr(norm, n).flatten().tolist() for n in ('mean', 'std')}
-    return Classifier(learn.model, learn.dls.vocab, shape[1:], resize=hows[resize.method], channels=shape[0],
+    stats = {} if norm is None else {n:getattr(norm, n).flatten().tolist()
+                                     for n in ('mean', 'std')}
+    return Classifier(learn.model, learn.dls.vocab, shape[1:],
+                      resize=hows[resize.method], channels=shape[0],
                       **stats, **about)
 
 # %% ../nbs/40_export.ipynb #80ca42a9
@@ -96,16 +104,19 @@ def _prepared(model, x):
 
 def _noise(model, down, across, rng):
     h,w = model.size
-    return torch.randint(0, 256, (4, down*h, across*w, model.channels), dtype=torch.uint8, generator=rng)
+    return torch.randint(0, 256, (4, down*h, across*w, model.channels),
+                         dtype=torch.uint8, generator=rng)
 
 def _compare(model, run, batches, what, tol):
     "Raise an error if `run` computes something else than `model` on one of the batches"
     for xb in batches:
         want,got,why = model(xb),torch.as_tensor(run(xb)),None
-        if want.shape != got.shape: why = f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+        if want.shape != got.shape:
+            why = f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
         else:
             worst = (want-got).abs().max()
-            if not worst <= tol*(1+want.abs().max()): why = f"outputs differ by up to {worst:.2g}"
+            if not worst <= tol*(1+want.abs().max()):
+                why = f"outputs differ by up to {worst:.2g}"
         if why: raise RuntimeError(
             f"the exported {what} does not compute what the network does: {why}; nothing was written")
 
@@ -116,27 +127,31 @@ def _any_size(model):
 
 # %% ../nbs/40_export.ipynb #ff6e26a9
 def export_torch(
-    model:nn.Module,    # the network; a `Classifier` for raw images
-    path,               # file to write, ending in `.pt2`
-    x:Tensor=None,      # images to compare outputs on; noise if `None`, of the shape `model.in_shape`
-    tol:float=1e-4      # how much outputs may differ, relative to the largest
+    model:nn.Module,  # the network; a Classifier for raw images
+    path,             # file to write, ending in .pt2
+    x:Tensor=None,    # images to compare outputs on; noise if None, of the shape model.in_shape
+    tol:float=1e-4    # how much outputs may differ, relative to the largest
 ) -> Path:
     "Write `model` as a `torch.export` program for batches of any size"
     path = Path(path)
-    if path.suffix != '.pt2': raise ValueError(f"the name of an exported program must end in .pt2; got {path.name!r}")
+    if path.suffix != '.pt2':
+        raise ValueError(f"the name of an exported program must end in .pt2; got {path.name!r}")
     model,*batches = _prepared(model, x)
     with published(path) as tmp:
-        program = torch.export.export(model, (batches[0],), dynamic_shapes=_any_size(model))
-        torch.export.save(program, tmp, extra_files={'about.json': json.dumps(getattr(model, 'about', {}))})
+        program = torch.export.export(model, (batches[0],),
+                                      dynamic_shapes=_any_size(model))
+        torch.export.save(program, tmp,
+                          extra_files={'about.json': json.dumps(getattr(model,
+                                                                        'about', {}))})
         _compare(model, torch.export.load(tmp).module(), batches, 'program', tol)
     return path
 
 # %% ../nbs/40_export.ipynb #66d7cab9
 def export_onnx(
-    model:nn.Module,    # the network; a `Classifier` for raw images
-    path,               # file to write
-    x:Tensor=None,      # images to compare outputs on; noise if `None`, of the shape `model.in_shape`
-    tol:float=1e-4      # how much outputs may differ, relative to the largest
+    model:nn.Module,  # the network; a Classifier for raw images
+    path,             # file to write
+    x:Tensor=None,    # images to compare outputs on; noise if None, of the shape model.in_shape
+    tol:float=1e-4    # how much outputs may differ, relative to the largest
 ) -> Path:
     "Write `model` as ONNX, input `image`, output `probabilities` or `logits`; needs the extra `onnx`"
     if missing := missing_for_onnx():
@@ -145,12 +160,15 @@ def export_onnx(
     (model,*batches),path = _prepared(model, x),Path(path)
     with published(path) as tmp, warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        torch.onnx.export(model, (batches[0],), tmp, dynamo=True, external_data=False, verbose=False,
+        torch.onnx.export(model, (batches[0],), tmp, dynamo=True,
+                          external_data=False, verbose=False,
                           input_names=['image'], dynamic_shapes=_any_size(model),
                           output_names=['probabilities' if isinstance(model, Classifier) else 'logits'])
         _write_about(tmp, getattr(model, 'about', {}))
-        session = onnxruntime.InferenceSession(tmp.read_bytes(), providers=['CPUExecutionProvider'])
-        _compare(model, lambda xb: session.run(None, {'image': xb.numpy()})[0], batches, 'ONNX file', tol)
+        session = onnxruntime.InferenceSession(tmp.read_bytes(),
+                                               providers=['CPUExecutionProvider'])
+        _compare(model, lambda xb: session.run(None, {'image': xb.numpy()})[0],
+                 batches, 'ONNX file', tol)
     return path
 
 def missing_for_onnx() -> list:
@@ -166,21 +184,23 @@ def _write_about(path, about):
 
 # %% ../nbs/40_export.ipynb #5b04827d
 def quantize_onnx(
-    path,           # an ONNX file of `export_onnx`, made from a `Classifier`
-    images:list,    # uint8 images, each (height, width, channels), such as a hundred of the training set
-    dest:str|Path   # file to write
+    path,          # an ONNX file of export_onnx, made from a Classifier
+    images:list,   # uint8 images, each (height, width, channels), such as a hundred of the training set
+    dest:str|Path  # file to write
 ) -> Path:
     "Write the network of an ONNX file with weights and activations of 8 bits"
     import onnx
     from onnxruntime.quantization import CalibrationDataReader, QuantType, quant_pre_process, quantize_static
     about = {p.key:json.loads(p.value) for p in onnx.load(path).metadata_props}
-    feeds = iter([{'image': np.asarray(im)[None]} for im in sequence(images, 'images', '[image]')])
+    feeds = iter([{'image': np.asarray(im)[None]}
+                  for im in sequence(images, 'images', '[image]')])
     class Reader(CalibrationDataReader):
         def get_next(self): return next(feeds, None)
     with published(dest) as tmp, warnings.catch_warnings():
         warnings.simplefilter('ignore')
         quant_pre_process(path, tmp, skip_symbolic_shape=True)
-        quantize_static(tmp, tmp, Reader(), per_channel=True, activation_type=QuantType.QUInt8,
+        quantize_static(tmp, tmp, Reader(), per_channel=True,
+                        activation_type=QuantType.QUInt8,
                         op_types_to_quantize=['Conv', 'Gemm', 'MatMul'])
         _write_about(tmp, about | dict(weights='int8'))
     return Path(dest)
@@ -198,28 +218,35 @@ def save_model(
     model = deepcopy(check_finite(instance(model, 'model', nn.Module))).cpu().eval()
     with published(path) as tmp:
         try:
-            with open(tmp, 'wb') as f: torch.save(dict(format=_format, arch=str(arch), info=info, model=model), f)
+            with open(tmp, 'wb') as f:
+                torch.save(dict(format=_format, arch=str(arch), info=info, model=model), f)
             load_model(tmp)
-        except (AttributeError, TypeError, ValueError, pickle.PickleError) as e: raise TypeError(
+        except (AttributeError, TypeError, ValueError, pickle.PickleError) as e:
+            raise TypeError(
             "info must hold nothing but numbers, text, tensors, and lists, tuples and dicts of them, and the network "
             f"no functions: {e}. learn.export() has no such limits") from e
     return Path(path)
 
 def load_model(
-    path        # file that `save_model` has written
+    path        # file that save_model has written
 ) -> nn.Module:
     "The network in `path`, in evaluation mode, with its `arch` and the `info` that was stored along as attributes"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}")
     try:
-        if zipfile.is_zipfile(path) and any(i.compress_type for i in zipfile.ZipFile(path).infolist()):
+        if zipfile.is_zipfile(path) and any(i.compress_type
+                                            for i in zipfile.ZipFile(path).infolist()):
             raise ValueError("it is compressed, and may unpack to any size")
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         with torch.device('meta'), torch.serialization.safe_globals([_network_class(n) for n in names]):
             saved = torch.load(path, map_location='cpu', weights_only=True)
-        if saved['format'] != _format: raise ValueError(f"its format is {saved['format']!r}, not {_format!r}")
+        if saved['format'] != _format:
+            raise ValueError(f"its format is {saved['format']!r}, not {_format!r}")
         model = saved['model']
-        if any(t.is_meta for t in model.state_dict().values()):         # else they would take memory by now
+        # else they would take memory by now
+        if any(t.is_meta for t in model.state_dict().values()):
             raise ValueError("it asks for layers to be made, of any size, instead of holding them")
+        if sum(t.nbytes for t in model.state_dict().values()) > 10*Path(path).stat().st_size:
+            raise ValueError("a few numbers of it stand for many more, which may take any memory")
         model.arch,model.info = Arch.parse(saved['arch']),saved['info']
     except Exception as e:
         raise ValueError(f"{path} is damaged, or was not written by `save_model` ({type(e).__name__}: {e})") from e

@@ -21,7 +21,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 from .check import instance, whole
-from .checkpoint import published
+from .checkpoint import file_digest, published
 from .cost import CostTable
 from .evaluate import end_with
 from .problem import direction
@@ -56,19 +56,22 @@ def halving_rounds(
     "Rounds of successive halving that end with two networks, or one if there is only one"
     sizes = [n]
     while sizes[-1] > 2: sizes.append((sizes[-1]+1)//2)
-    return [(m, max(1, round(n_epoch/2**i))) for i,m in zip(reversed(range(len(sizes))), sizes)]
+    return [(m, max(1, round(n_epoch/2**i)))
+            for i,m in zip(reversed(range(len(sizes))), sizes)]
 
 def halve(
-    archs:list,         # the best first
-    n_epoch:int,        # epochs of the last round
-    train:Callable      # takes architectures and epochs; gives a number for each, larger for better
+    archs:list,     # the best first
+    n_epoch:int,    # epochs of the last round
+    train:Callable  # takes architectures and epochs; gives a number for each, larger for better
 ) -> list:              # rows for a table; that of the winner is the last
     "Train `archs`, keep the better half, train it for twice as long, and so on"
     rows,rounds = [],halving_rounds(len(archs), n_epoch)
     for i,(_,epochs) in enumerate(rounds):
-        scored = sorted(zip(train(archs, epochs), archs), key=lambda o: -o[0])      # of equal ones, the first goes on
+        # of equal ones, the first goes on
+        scored = sorted(zip(train(archs, epochs), archs), key=lambda o: -o[0])
         archs = [a for _,a in scored][:rounds[i+1][0] if i+1 < len(rounds) else 1]
-        rows += [dict(round=i+1, n_epoch=epochs, arch=a, merit=m, kept=a in archs) for m,a in reversed(scored)]
+        rows += [dict(round=i+1, n_epoch=epochs, arch=a, merit=m, kept=a in archs)
+                 for m,a in reversed(scored)]
     return rows
 
 # %% ../nbs/39_finalists.ipynb #92353f82
@@ -87,7 +90,8 @@ def equal_cost(
             try: drawn = table.sample_under(50, high, low, seed=1000*seed + i)
             except ValueError: continue                         # there are none
             if new := [a for a in drawn if a not in archs and a not in res]: break
-        else: raise ValueError(f"there are no {2*len(archs)} architectures within {most:,} multiply-adds, which "
+        else:
+            raise ValueError(f"there are no {2*len(archs)} architectures within {most:,} multiply-adds, which "
                                f"{len(archs)} finalists and as many others would be: use fewer")
         res.append(new[0])
     return res
@@ -96,11 +100,11 @@ def equal_cost(
 class Trainings:
     "Networks trained alone: what is finished is found again"
     def __init__(self,
-        dls,                    # `DataLoaders`
-        make:Callable,          # gives the plain network of an architecture
-        folder,                 # where checkpoints and curves are
-        workers:int=1,          # processes that train
-        follow:Callable=None,   # gives a callback for each training here: takes architecture, epochs, seed
+        dls,                   # DataLoaders
+        make:Callable,         # gives the plain network of an architecture
+        folder,                # where checkpoints and curves are
+        workers:int=1,         # processes that train
+        follow:Callable=None,  # gives a callback for each training here: takes architecture, epochs, seed
         **kwargs
     ):
         "`kwargs` go to `retrain_learner`"
@@ -114,36 +118,47 @@ class Trainings:
     def learner(self, arch:Arch, n_epoch:int, seed:int=0) -> RetrainLearner:
         "The learner that has trained `arch` alone"
         cbs = self.follow(arch, n_epoch, seed) if self.follow else None
-        return _train(self.dls, self.make(arch), n_epoch, seed, self.at(arch, n_epoch, seed), self.kwargs, cbs)
+        return _train(self.dls, self.make(arch), n_epoch, seed,
+                      self.at(arch, n_epoch, seed), self.kwargs, cbs)
 
 def _train(dls, model, n_epoch, seed, folder, kwargs, cbs=None, threads=None, pid=None):
     "Train a network, or what is left of its training, and write its curve; `threads` and `pid` are for processes"
     if threads: torch.set_num_threads(threads), end_with(pid)
     learn = retrain_learner(dls, model, seed=seed, **kwargs)
-    with learn.no_bar(), learn.no_logging(): learn.fit_retrain(n_epoch, checkpoint=folder, keep=1, cbs=cbs)
-    curve = pd.DataFrame(list(map(list, learn.recorder.values)), columns=list(learn.recorder.metric_names)[1:-1])
-    with published(folder/'curve.csv') as tmp: curve.assign(epoch=range(1, n_epoch+1)).to_csv(tmp, index=False)
-    return None if threads else learn                           # a process has no use for it
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_retrain(n_epoch, checkpoint=folder, keep=1, cbs=cbs)
+    curve = pd.DataFrame(list(map(list, learn.recorder.values)),
+                         columns=list(learn.recorder.metric_names)[1:-1])
+    text = curve.assign(epoch=range(1, n_epoch+1)).to_csv(index=False).encode()
+    name = f'curve-{hashlib.sha256(text).hexdigest()[:16]}.csv'
+    with published(folder/name) as tmp: tmp.write_bytes(text)
+    return None if threads else learn              # a process has no use for it
+
+def _read_curve(folder) -> pd.DataFrame|None:
+    "The curve of a training that has come to its end, if it is as it was written"
+    for f in folder.glob('curve-*.csv'):
+        if f.stem == f'curve-{file_digest(f)}': return pd.read_csv(f)
 
 # %% ../nbs/39_finalists.ipynb #c99e7e80
 @patch
 def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
     "Losses and metrics after every epoch of the training of each of `archs`, which are trained if need be"
-    files = [self.at(a, n_epoch, seed)/'curve.csv' for a in archs]
-    todo = [a for a,f in zip(archs, files) if not f.exists()]
+    folders = {a:self.at(a, n_epoch, seed) for a in archs}
+    todo = [a for a,f in folders.items() if _read_curve(f) is None]
     if self.workers == 1 or len(todo) < 2:
         for a in todo: self.learner(a, n_epoch, seed)
     else:
         rest = self.kwargs,None,torch.get_num_threads(),os.getpid()
-        jobs = [(self.dls, self.make(a), n_epoch, seed, self.at(a, n_epoch, seed), *rest) for a in todo]
+        jobs = [(self.dls, self.make(a), n_epoch, seed, folders[a], *rest) for a in todo]
         joblib.Parallel(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
-    return [pd.read_csv(f).assign(arch=a, n_epoch=n_epoch, seed=seed) for a,f in zip(archs, files)]
+    return [_read_curve(folders[a]).assign(arch=a, n_epoch=n_epoch, seed=seed)
+            for a in archs]
 
 # %% ../nbs/39_finalists.ipynb #100e5055
 @dataclass(repr=False, eq=False)
 class Finalists:
     "What training alone has made of the first architectures of a search"
-    table:pd.DataFrame      # a row for each training: role, round, arch, n_epoch, metric, flops, kept or not
+    table:pd.DataFrame  # a row for each training: role, round, arch, n_epoch, metric, flops, kept or not
     curves:pd.DataFrame     # a row for each epoch of each training
     metric:str              # what decides, on validation images
     trainings:Trainings     # makes learners of trained networks
@@ -159,7 +174,8 @@ class Finalists:
 
     def learner(self, arch:Arch=None) -> RetrainLearner:
         "The learner that has trained `arch`, the best if None, in the last round"
-        return self.trainings.learner(self.best if arch is None else arch, self.table.n_epoch.max(), self.seed)
+        return self.trainings.learner(self.best if arch is None else arch,
+                                      self.table.n_epoch.max(), self.seed)
     def __repr__(self):
         rounds = self.table.groupby(['role', 'round'])[['n_epoch', self.metric]]
         return f"best: {self.best}\n{rounds.max()}"
@@ -167,14 +183,14 @@ class Finalists:
 # %% ../nbs/39_finalists.ipynb #12d1b31d
 @patch
 def finalists(self:KShotLearner,
-    found:SearchResult,     # what a search has found
-    n:int=5,                # how many of the first
-    n_epoch:int=30,         # epochs of the last round
-    rivals:bool=True,       # train as many random architectures of equal cost, too?
-    folder=None,            # where trainings are kept, to go on after an interruption; a temporary folder if None
-    workers:int=1,          # processes that train
-    seed:int=0,             # decides rivals and trainings
-    follow:Callable=None,   # gives a callback for a training: see Trainings
+    found:SearchResult,    # what a search has found
+    n:int=5,               # how many of the first
+    n_epoch:int=30,        # epochs of the last round
+    rivals:bool=True,      # train as many random architectures of equal cost, too?
+    folder=None,           # where trainings are kept, to go on after an interruption; a temporary folder if None
+    workers:int=1,         # processes that train
+    seed:int=0,            # decides rivals and trainings
+    follow:Callable=None,  # gives a callback for a training: see Trainings
     **kwargs
 ) -> Finalists:
     "Train the first `n` of a search alone, the better half for longer, and so on; `kwargs` go to `retrain_learner`"
@@ -183,22 +199,26 @@ def finalists(self:KShotLearner,
     most = found.limits.get('flops', (None, None))[1]
     groups = dict(finalist=archs) | (dict(random=equal_cost(table, archs, most, seed)) if rivals else {})
     folder = Path(tempfile.mkdtemp() if folder is None else folder)
-    if not isinstance(self.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)):         # no classes: the same goal
+    # no classes: the same goal
+    if not isinstance(self.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)):
         mets = [m for m in self.metrics if not isinstance(m, ValueMetric)]
         kwargs = dict(loss_func=self.loss_func, metrics=mets) | kwargs
     start = kwargs.get('weights', 'fresh')
-    trainings = Trainings(self.dls, lambda a: self.subnet(a, weights=start), folder, workers, follow, **kwargs)
+    trainings = Trainings(self.dls, lambda a: self.subnet(a, weights=start), folder,
+                          workers, follow, **kwargs)
     rows,curves = [],[]
     def train(archs, epochs):
         new = trainings.curves(archs, epochs, seed)
         curves.extend(new)
         metric = _column(found.metric, new[0])
         return [direction(metric)*c[metric].iloc[-1] for c in new]
-    for role,archs in groups.items(): rows += [dict(role=role, **row) for row in halve(archs, n_epoch, train)]
+    for role,archs in groups.items():
+        rows += [dict(role=role, **row) for row in halve(archs, n_epoch, train)]
     metric,rows = _column(found.metric, curves[0]),pd.DataFrame(rows)
     rows[metric] = direction(metric)*rows.pop('merit')
     rows['flops'] = table.flops(list(rows.arch)).tolist()
-    return Finalists(rows, pd.concat(curves, ignore_index=True), metric, trainings, seed)
+    return Finalists(rows, pd.concat(curves, ignore_index=True), metric, trainings,
+                     seed)
 
 def _column(metric, curve) -> str:
     "The column of a curve that decides: the metric of the search if it is there, else the loss"

@@ -21,7 +21,7 @@ from .check import number, whole
 
 # %% ../nbs/12_layers.ipynb #e61b094d
 class Mixer:
-    "What all K-shot layers of a network mix their items by: the code in use, set here, read everywhere"
+    "The code that all K-shot layers of a network mix their items by"
     def __init__(self, k:int): # number of items
         self.k = whole(k, 'k', 1)
         self.cache,self.pace = {},False
@@ -40,8 +40,9 @@ class Mixer:
         return self._lam
 
     def set(self, lam=None):
-        "Use a copy of `lam` from now on, if it is a code; `None` gives every item the same weight"
-        self.lam = torch.full((self.k,), 1/self.k) if lam is None else check_code(lam, self.k).clone()
+        "Use a copy of `lam` from now on, if it is a code; `None`: all items alike"
+        if lam is None: lam = torch.full((self.k,), 1/self.k)
+        self.lam = check_code(lam, self.k).clone()
         return self
 
     @contextmanager
@@ -51,9 +52,11 @@ class Mixer:
         try: yield self.set(lam)
         finally: self.lam = old
 
-    def __getstate__(self): return dict(k=self.k, pace=self.pace, _lam=self._lam.detach().clone())
+    def __getstate__(self):
+        return dict(k=self.k, pace=self.pace, _lam=self._lam.detach().clone())
     def __setstate__(self, state): self.__dict__.update(state, cache={})
-    def __repr__(self): return f'Mixer({self.lam.detach().cpu().numpy().round(3).tolist()})'
+    def __repr__(self):
+        return f'Mixer({self.lam.detach().cpu().numpy().round(3).tolist()})'
 
 # %% ../nbs/12_layers.ipynb #783043e9
 def check_code(
@@ -72,14 +75,15 @@ def check_code(
 
 # %% ../nbs/12_layers.ipynb #3f0d6059
 class KLayer:
-    "Mixin for a torch layer: `k` items in place of each parameter, mixed by the current code"
-    row,_width = 0,None     # which row of a two-dimensional code; how many filters are in use
-    channel_dim = None      # where the input has its channels, if the layer can be cut
+    "Makes a torch layer K-shot: `k` items per parameter, mixed by the current code"
+    # which row of a two-dimensional code; how many filters are in use
+    row,_width = 0,None
+    channel_dim = None  # where the input has its channels, if the layer can be cut
 
     def __init__(self, *args,
         k:int=8,            # number of items
-        mixer:Mixer=None,   # what to mix them by, shared with other layers; a new one if None
-        noise:float=None,   # None draws each item anew; a number: equal items plus noise of this relative size
+        mixer:Mixer=None,   # what to mix them by; a new one if None
+        noise:float=None,   # None draws each item anew; else equal items plus noise
         **kwargs):
         super().__init__(*args, **kwargs)
         self.keep_items(k, mixer, noise)
@@ -88,23 +92,26 @@ class KLayer:
         "The items `name`, cut to the first `sizes` channels, mixed by the current code"
         theta,mixer = self._parameters[name],self.mixer
         if theta is None: return None
-        if sizes != theta.shape[1:1+len(sizes)]: theta = theta[(slice(None), *map(slice, sizes))]
+        if sizes != theta.shape[1:1+len(sizes)]:
+            theta = theta[(slice(None), *map(slice, sizes))]
         if len(theta) == 1: return theta.squeeze(0)
         lam = mixer.on(theta.device)
         if lam.ndim == 2: lam = lam[self.row]
-        lam,paced = lam.to(theta.dtype),mixer.pace and theta.requires_grad and torch.is_grad_enabled()
-        with _no_autocast(theta.device.type):                       # merge in full precision
+        lam = lam.to(theta.dtype)
+        paced = mixer.pace and theta.requires_grad and torch.is_grad_enabled()
+        with _no_autocast(theta.device.type):  # merge in full precision
             return PacedMerge.apply(lam, theta) if paced else mixture(lam, theta)
 
 # %% ../nbs/12_layers.ipynb #e9f43a78
-def _rows(t): return (t.movedim(2, -1) if t.ndim > 3 and t.stride(2) == 1 else t).flatten(1)
+def _rows(t):
+    return (t.movedim(2, -1) if t.ndim > 3 and t.stride(2) == 1 else t).flatten(1)
 
 def mixture(
     lam:Tensor,   # a code, (k,)
     theta:Tensor  # items, (k, ...)
 ) -> Tensor:
     "The mixture of the items `theta` by `lam`, in the layout of an item"
-    w = lam @ _rows(theta)                                          # eq. approxmation_weights
+    w = lam @ _rows(theta)  # eq. approxmation_weights
     if theta.ndim < 4 or theta.stride(2) != 1: return w.view(theta.shape[1:])
     n_out,n_in,*ks = theta.shape[1:]
     return w.view(n_out, *ks, n_in).movedim(-1, 1)
@@ -136,14 +143,17 @@ KLayer.width = property(_get_width, _set_width, doc="How many filters are in use
 # %% ../nbs/12_layers.ipynb #03aa25a3
 @patch
 def merged_params(self:KLayer, *sizes):
-    "Merged parameters for these numbers of output and input channels, remembered while no gradients are recorded"
-    def merge(): return [self.merged(n, *(sizes if n == 'theta' else sizes[:1])) for n in self._parameters]
+    "Merged parameters for these channels, remembered while no gradients are recorded"
+    def merge():
+        return [self.merged(n, *(sizes if n == 'theta' else sizes[:1]))
+                for n in self._parameters]
     if torch.compiler.is_compiling(): return merge()
     cache = self.mixer.cache
     if torch.is_grad_enabled():
         cache.pop(self, None)
         return merge()
-    key = sizes,*((p._version, p.data_ptr()) for p in self._parameters.values() if p is not None)
+    params = [p for p in self._parameters.values() if p is not None]
+    key = sizes,*((p._version, p.data_ptr()) for p in params)
     if self not in cache or cache[self][0] != key: cache[self] = key,merge()
     return cache[self][1]
 
@@ -154,18 +164,22 @@ def keep_items(self:KLayer,
     mixer:Mixer=None, # what to mix them by; a new one if None
     noise:float=None  # how items start: see KLayer
 ):
-    "Replace each parameter by `k` items: `weight` by `theta`, `bias` by `theta_bias`, any other likewise"
+    "Replace each parameter by `k` items: `weight` by `theta`, `bias` by `theta_bias`"
     self.mixer = Mixer(k) if mixer is None else mixer
-    if self.mixer.k != k: raise ValueError(f"the layer has k={k} items, but the mixer is for {self.mixer.k}")
+    if self.mixer.k != k:
+        raise ValueError(
+            f"the layer has k={k} items, but the mixer is for {self.mixer.k}")
     if noise is not None: number(noise, 'noise', least=0)
-    elif not hasattr(self, 'reset_parameters'): noise = 1.          # nothing draws it anew
+    elif not hasattr(self, 'reset_parameters'): noise = 1.  # nothing draws it anew
     names,draws = list(self._parameters),[]
     for i in range(k):
         if i and noise is None: self.reset_parameters()
-        draws.append([None if p is None else p.detach().clone() for p in self._parameters.values()])
+        params = self._parameters.values()
+        draws.append([None if p is None else p.detach().clone() for p in params])
     for name,items in zip(names, zip(*draws)):
         plain,theta = self._parameters.pop(name),None
-        if plain is not None: theta = nn.Parameter(_around(items, noise), requires_grad=plain.requires_grad)
+        if plain is not None:
+            theta = nn.Parameter(_around(items, noise), plain.requires_grad)
         self.register_parameter(_items_name(name), theta)
 
 def _items_name(name): return 'theta' if name == 'weight' else f'theta_{name}'
@@ -193,7 +207,8 @@ def _merged_or_missing(self:KLayer, name):
     return self.merged(name)
 
 # %% ../nbs/12_layers.ipynb #e975c4a6
-def conv2d(x:Tensor, w:Tensor, b:Tensor, stride:tuple, padding:tuple|str, dilation:tuple, groups:int) -> Tensor:
+def conv2d(x:Tensor, w:Tensor, b:Tensor, stride:tuple, padding:tuple|str,
+           dilation:tuple, groups:int) -> Tensor:
     "`F.conv2d`; when it is 1x1 with a stride, take the pixels first"
     if stride != (1,1) and w.shape[2:] == (1,1) and padding == (0,0):
         x,stride = x[..., ::stride[0], ::stride[1]],(1,1)
@@ -202,7 +217,8 @@ def conv2d(x:Tensor, w:Tensor, b:Tensor, stride:tuple, padding:tuple|str, dilati
 class PixelConv2d(nn.Conv2d):
     "A strided 1x1 convolution that takes its pixels first"
     def _conv_forward(self, x, weight, bias):
-        return conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return conv2d(x, weight, bias, self.stride, self.padding, self.dilation,
+                      self.groups)
 
 def pixels_first(m:nn.Module) -> nn.Module:
     "`m` itself, made a PixelConv2d if it is a strided 1x1 convolution"
@@ -216,7 +232,7 @@ _forms = {}                 # the K-shot form of a type of layer
 def kshot_layer(
     plain:type # a type of layers, such as nn.Conv2d
 ):
-    "Decorates the class that is the K-shot form of layers of the type `plain`, and of those derived from it"
+    "Decorates the class that is the K-shot form of layers of the type `plain`"
     def register(form):
         form.plain_type = plain
         _forms[plain] = form
@@ -232,18 +248,22 @@ class KConv(KLayer):
         c = self.in_channels if c is None else c
         if self.groups == 1: return self.width or self.out_channels,c
         size = self.in_channels//self.groups
-        if c % size: raise ValueError(f"a convolution with groups of {size} channels can't be cut within a group: "
-                                      f"it needs a multiple of {size} channels, got {c}")
+        if c % size: raise ValueError(
+            f"a convolution with groups of {size} channels can't be cut within a "
+            f"group: it needs a multiple of {size} channels, got {c}")
         return c*self.out_channels//self.in_channels,size
 
-    def groups_of(self, c:int) -> int: return 1 if self.groups == 1 else c*self.groups//self.in_channels
+    def groups_of(self, c:int) -> int:
+        return 1 if self.groups == 1 else c*self.groups//self.in_channels
 
     def forward(self, x):
         c,padding = x.shape[self.channel_dim],self.padding
         w,b = self.merged_params(*self.sizes(c))
         if self.padding_mode != 'zeros':
-            x,padding = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode),0
-        return self.conv(x, w, b, self.stride, padding, self.dilation, self.groups_of(c))
+            x = F.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0
+        groups = self.groups_of(c)
+        return self.conv(x, w, b, self.stride, padding, self.dilation, groups)
 
     def plain_args(self, n_out:int, n_in:int) -> dict:
         c = n_in if self.groups == 1 else n_out*self.in_channels//self.out_channels
@@ -266,22 +286,29 @@ _forms[PixelConv2d] = KConv2d
 class KLinear(KLayer, nn.Linear):
     "A linear layer with `k` items"
     channel_dim = -1
-    def sizes(self, c=None): return self.width or self.out_features,self.in_features if c is None else c
-    def forward(self, x): return F.linear(x, *self.merged_params(*self.sizes(x.shape[-1])))
-    def plain_args(self, n_out:int, n_in:int) -> dict: return dict(in_features=n_in, out_features=n_out)
+    def sizes(self, c=None):
+        return self.width or self.out_features,self.in_features if c is None else c
+    def forward(self, x):
+        return F.linear(x, *self.merged_params(*self.sizes(x.shape[-1])))
+    def plain_args(self, n_out:int, n_in:int) -> dict:
+        return dict(in_features=n_in, out_features=n_out)
 
 # %% ../nbs/12_layers.ipynb #8a75398a
 @patch
 def as_plain(self:KLayer,
     c:int=None # number of input channels; all of them if None
 ) -> nn.Module:
-    "The torch layer that this layer is at the moment: it shares everything with it but the parameters, merged and cut"
+    "The torch layer that this layer is now; all but its merged parameters is shared"
     sizes = self.sizes(c)
-    names = [n.removeprefix('theta_') if n != 'theta' else 'weight' for n in self._parameters]
+    def name_of(n): return 'weight' if n == 'theta' else n.removeprefix('theta_')
+    names = map(name_of, self._parameters)
     params,buffers = dict(zip(names, self.merged_params(*sizes))),self._buffers
-    if sizes != self.sizes(): buffers = {n:b if b is None or not b.ndim else b[:sizes[0]] for n,b in buffers.items()}
+    if sizes != self.sizes():
+        def cut(b): return b if b is None or not b.ndim else b[:sizes[0]]
+        buffers = {n:cut(b) for n,b in buffers.items()}
     res = object.__new__(self.plain_type)
-    res.__dict__.update(self.__dict__, _parameters=params, _buffers=buffers, **self.plain_args(*sizes))
+    res.__dict__.update(self.__dict__, _parameters=params, _buffers=buffers,
+                        **self.plain_args(*sizes))
     return pixels_first(res)
 
 @patch
@@ -294,8 +321,10 @@ def plain(self:KLayer,
     free = [p is not None and p.requires_grad for p in self._parameters.values()]
     params = {n:None if p is None else nn.Parameter(p.detach().clone(), requires_grad=g)
               for (n,p),g in zip(res._parameters.items(), free)}
-    res.__dict__.update(_parameters=params, _forward_pre_hooks=OrderedDict(), _forward_hooks=OrderedDict())
-    for name in ('mixer', 'row', '_width', 'width_choice', 'width_step'): res.__dict__.pop(name, None)
+    res.__dict__.update(_parameters=params, _forward_pre_hooks=OrderedDict(),
+                        _forward_hooks=OrderedDict())
+    ours = 'mixer', 'row', '_width', 'width_choice', 'width_step'
+    for name in ours: res.__dict__.pop(name, None)
     return copy.deepcopy(res, {} if memo is None else memo)
 
 # %% ../nbs/12_layers.ipynb #e235a346
@@ -308,22 +337,27 @@ class KBatchNorm(KLayer):
 
     def forward(self, x):
         self._check_input_dim(x)
-        (c,),running,momentum = self.sizes(x.shape[1]),self.running_mean is not None,self.momentum
+        (c,),momentum = self.sizes(x.shape[1]),self.momentum
+        running = self.running_mean is not None
         of_batch = self.training or not running
         if of_batch and x.numel() == c: raise ValueError(
-            f"a batch norm was given a single value per channel, {tuple(x.shape)}, which has no statistics: "
-            "use batches (and parts of them, with n_paths) of at least 2 images")
+            f"a batch norm was given a single value per channel, {tuple(x.shape)}, "
+            "which has no statistics: use batches (and parts of them, with n_paths) "
+            "of at least 2 images")
         if running and self.training:
             self.num_batches_tracked.add_(1)
-            if momentum is None: momentum = 1/self.num_batches_tracked.item()       # a plain average over all batches
-        mean,var = (self.running_mean[:c],self.running_var[:c]) if running else (None,None)
-        return F.batch_norm(x, mean, var, *self.merged_params(c), of_batch, momentum or 0., self.eps)
+            # without a momentum: a plain average over all batches
+            if momentum is None: momentum = 1/self.num_batches_tracked.item()
+        mean,var = None,None
+        if running: mean,var = self.running_mean[:c],self.running_var[:c]
+        return F.batch_norm(x, mean, var, *self.merged_params(c), of_batch,
+                            momentum or 0., self.eps)
 
     def plain_args(self, c:int) -> dict: return dict(num_features=c)
 
 @kshot_layer(nn.BatchNorm1d)
 class KBatchNorm1d(KBatchNorm, nn.BatchNorm1d):
-    "A batch norm over `(n, c)` or `(n, c, length)` whose weight and bias have `k` items"
+    "A batch norm over signals whose weight and bias have `k` items"
 
 @kshot_layer(nn.BatchNorm2d)
 class KBatchNorm2d(KBatchNorm, nn.BatchNorm2d):
@@ -334,7 +368,9 @@ class KBatchNorm2d(KBatchNorm, nn.BatchNorm2d):
 class KLayerNorm(KLayer, nn.LayerNorm):
     "A layer norm whose weight and bias have `k` items"
     channel_dim = -1
-    def sizes(self, c=None): return (*self.normalized_shape[:-1], self.normalized_shape[-1] if c is None else c)
+    def sizes(self, c=None):
+        *others,last = self.normalized_shape
+        return (*others, last if c is None else c)
     def forward(self, x):
         sizes = self.sizes(x.shape[-1])
         return F.layer_norm(x, sizes, *self.merged_params(*sizes), self.eps)
@@ -347,10 +383,12 @@ class KOwn(KLayer):
         c = None if self.channel_dim is None else args[0].shape[self.channel_dim]
         return self.as_plain(c).forward(*args, **kwargs)
 
-    def __getattr__(self, name):                         # `attention.in_proj_weight`, say: the merged one
-        if (theta := _items_name(name)) in self.__dict__.get('_parameters', ()): return self.merged(theta)
+    def __getattr__(self, name):  # attention.in_proj_weight: the merged one
+        theta = _items_name(name)
+        if theta in self.__dict__.get('_parameters', ()): return self.merged(theta)
         return super().__getattr__(name)
-    def __reduce__(self): return _blank,(self.plain_type,),self.__dict__       # copies and pickles
+    # for pickles
+    def __reduce__(self): return _blank,(self.plain_type,),self.__dict__
 
 def kshot_form(
     plain:type # a type of layers
@@ -375,7 +413,7 @@ def plain_args(self:KLayer, *sizes) -> dict:
 
 # %% ../nbs/12_layers.ipynb #c9c41880
 class PacedMerge(torch.autograd.Function):
-    "The mixture of items; with gradients by which it moves as fast as a single weight would"
+    "The mixture of items, with gradients that move it as fast as a single weight"
     @staticmethod
     def forward(ctx, lam, theta):
         ctx.save_for_backward(lam, theta)
@@ -383,9 +421,11 @@ class PacedMerge(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         lam,theta = ctx.saved_tensors
-        if g.stride() != theta.stride()[1:]: g = torch.empty_like(theta[0]).copy_(g)     # lies in memory as items do
-        d_theta = (lam/lam.dot(lam)).view(-1, *[1]*g.ndim)*g
-        return _rows(theta) @ _rows(g[None])[0] if ctx.needs_input_grad[0] else None,d_theta
+        if g.stride() != theta.stride()[1:]:  # let it lie in memory as items do
+            g = torch.empty_like(theta[0]).copy_(g)
+        d_theta = (lam/lam.dot(lam)).view(-1, *[1]*g.ndim)*g          # λ_k g/‖λ‖²
+        if not ctx.needs_input_grad[0]: return None,d_theta
+        return _rows(theta) @ _rows(g[None])[0],d_theta  # ⟨θ_k, g⟩ for the code
 
 # %% ../nbs/12_layers.ipynb #28b729e4
 @torch.no_grad()

@@ -45,56 +45,67 @@ def _make_coder(code, net, seed) -> Coder:
 
 # %% ../nbs/37_learner.ipynb #2dea7a9e
 def kshot_learner(
-    dls,                    # `DataLoaders`
-    supernet,               # a function that makes a supernet, such as tiny_supernet; or a module with choices
-    k:int=None,             # number of items; 8, or the supernet's own, if None
-    n_paths:int=None,       # architectures in a step for the codes; 16 if each gets 16 images, else fewer, if None
-    temp:float=0.3,         # temperature of the channel regularizer
-    alpha:float=1.,         # weight of the channel regularizer
-    warmup:int=5,           # epochs with equal codes
-    code='simplex',         # 'simplex' (learned), 'fixed' (1/k), 'random', or what makes a Coder from a space and k
-    seed:int=0,             # decides the initial weights, the architectures and the order of the images
-    n_out:int=None,         # number of outputs; that of the data if None
-    n_in:int=None,          # number of input channels; that of the data if None
-    ratio:tuple=(1,1),      # steps for the items and for the codes, in turn
-    joint:bool=False,       # train both at every step instead
-    pace:bool=None,         # same speed for every k and code? True if None; the paper has no such thing
-    preset:str=None,        # 'paper': as in the paper wherever it speaks
-    how:str='uniform',      # how architectures are drawn: see SearchSpace.sample
-    n_valid:int=8,          # architectures that take turns in validation
-    max_dist:float=0.15,    # widths closer than this should have similar codes
-    opt_func=None,          # makes the optimizer: `partial(phased_opt, items=..., codes=...)` to replace either
-    metrics=None,           # metrics; accuracy for classification if None
-    cbs=None,               # more callbacks
+    dls,                  # DataLoaders
+    supernet,             # makes one, such as tiny_supernet; or a module with choices
+    k:int=None,           # number of items; 8, or the supernet's own, if None
+    n_paths:int=None,     # paths in a step for the codes; by the batch size if None
+    temp:float=0.3,       # temperature of the channel regularizer
+    alpha:float=1.,       # weight of the channel regularizer
+    warmup:int=5,         # epochs with equal codes
+    code='simplex',       # 'simplex', 'fixed', 'random', or what makes a Coder
+    seed:int=0,           # decides weights, architectures and the order of images
+    n_out:int=None,       # number of outputs; that of the data if None
+    n_in:int=None,        # number of input channels; that of the data if None
+    ratio:tuple=(1,1),    # steps for the items and for the codes, in turn
+    joint:bool=False,     # train both at every step instead
+    pace:bool=None,       # do items keep pace? Yes, but for preset='paper', if None
+    preset:str=None,      # 'paper': as in the paper wherever it speaks
+    how:str='uniform',    # how architectures are drawn: see SearchSpace.sample
+    n_valid:int=8,        # architectures that take turns in validation
+    max_dist:float=0.15,  # widths closer than this should have similar codes
+    opt_func=None,        # makes the optimizer, such as partial(phased_opt, items=...)
+    metrics=None,         # metrics; accuracy for classification if None
+    cbs=None,             # more callbacks
     **kwargs
 ) -> KShotLearner:
-    "A learner for a supernet on the data of `dls`; `kwargs` are those of `Learner` and of the supernet function"
-    paper,seed = one_of(preset, 'preset', (None, 'paper')) == 'paper',whole(seed, 'seed')
-    if paper and pace: raise ValueError("preset='paper' has no pace: leave one of the two out")
+    "A learner for a supernet; `kwargs` are those of `Learner` and of `supernet`"
+    paper = one_of(preset, 'preset', (None, 'paper')) == 'paper'
+    seed = whole(seed, 'seed')
+    if paper and pace:
+        raise ValueError("preset='paper' has no pace: leave one of the two out")
     mine = {n:kwargs.pop(n) for n in list(kwargs) if n in _learner_args}
     net = supernet_for(dls, supernet, k, n_in, n_out, seed, **kwargs)
     coder = _make_coder(code, net, seed)
     net.mixer.pace = not paper if pace is None else pace
     if n_paths is None: n_paths = 16 if paper else min(16, max(1, dls.train.bs//16))
-    if opt_func is None: opt_func = partial(phased_opt, wd=4e-5) if paper else phased_opt
+    if opt_func is None:
+        opt_func = partial(phased_opt, wd=4e-5) if paper else phased_opt
     learned = net.k > 1 and any(True for _ in coder.parameters())
-    ours = [AlternatingTraining(n_paths, how, n_valid, seed), ContrastTerm(alpha, temp, max_dist, seed=seed),
+    ours = [AlternatingTraining(n_paths, how, n_valid, seed),
+            ContrastTerm(alpha, temp, max_dist, seed=seed),
             ShareGradients(), CodeRecorder(seed=seed)]
     model = KShotModel(net, coder, Clock(warmup, ratio, joint, learned))
-    learn = KShotLearner(dls, model, opt_func=opt_func, splitter=kshot_splitter, cbs=ours+L(cbs), **mine)
+    learn = KShotLearner(dls, model, opt_func=opt_func, splitter=kshot_splitter,
+                         cbs=ours+L(cbs), **mine)
     learn.metrics = _all_metrics(learn, metrics)
     return learn
 
+# %% ../nbs/37_learner.ipynb #da02812a
 _learner_args = set(inspect.signature(Learner.__init__).parameters)
 _learner_args -= {'self', 'dls', 'model', 'splitter', 'opt_func', 'metrics', 'cbs'}
 
 def _all_metrics(learn, metrics) -> L:
     "The user's metrics (or accuracy for classification), and what the recorder knows"
-    if metrics is None and isinstance(learn.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)): metrics = accuracy
+    if metrics is None and isinstance(learn.loss_func,
+                                      (CrossEntropyLossFlat, nn.CrossEntropyLoss)):
+        metrics = accuracy
     rec,learned = learn.code_recorder,learn.model.clock.learned
     columns = dict(items_loss=lambda: rec.mean('items'))
-    if learned: columns |= dict(codes_loss=lambda: rec.mean('codes'), code_spread=lambda: rec.spread)
-    if learned and learn.space.widths and learn.contrast_term.alpha: columns |= dict(r_c=lambda: rec.mean(column=3))
+    if learned:
+        columns |= dict(codes_loss=lambda: rec.mean('codes'),
+                        code_spread=lambda: rec.spread)
+    if learned and learn.space.widths and learn.contrast_term.alpha:
+        columns |= dict(r_c=lambda: rec.mean(column=3))
     return L(metrics) + [ValueMetric(f, n) for n,f in columns.items()]
 
 # %% ../nbs/37_learner.ipynb #bf0bbe4a
@@ -121,11 +132,11 @@ def _config(self:KShotLearner, **settings):
 @patch
 def fit_kshot(self:KShotLearner,
     n_epoch:int,           # epochs, warm-up included
-    lr:float=0.12,         # learning rate of the items at the start; falls along a cosine
-    codes_scale:float=None,# learning rate of the codes relative to it; the optimizer's own if None
+    lr:float=0.12,         # learning rate of the items at the start
+    codes_scale:float=None,# that of the codes relative to it; the optimizer's if None
     wd:float=None,         # weight decay; the optimizers' own if None
     cbs=None,              # more callbacks
-    checkpoint=None,       # folder for checkpoints; if there are some of this run, it goes on from the newest
+    checkpoint=None,       # folder for checkpoints; goes on from the newest there
     keep:int=3             # how many to keep
 ):
     "Train items and codes in turn for `n_epoch` epochs"
@@ -136,10 +147,14 @@ def fit_kshot(self:KShotLearner,
     if codes_scale is not None: self.opt.opt.codes_scale = codes_scale
     saver,rec = None,self.code_recorder
     if checkpoint is not None:
-        config = self._config(n_epoch=n_epoch, lr=lr, codes_scale=self.opt.opt.codes_scale, wd=wd)
+        config = self._config(n_epoch=n_epoch, lr=lr,
+                              codes_scale=self.opt.opt.codes_scale, wd=wd)
         saver = _Saver(checkpoint, config, keep, item_ids(self.dls))
-        if state := saver.load(self): rec.steps,rec.codes = rec.earlier = state['more']['steps'],state['more']['codes']
-    self.fit_rest(n_epoch, lr, saver, wd, [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)])
+        if state := saver.load(self):
+            rec.earlier = state['more']['steps'],state['more']['codes']
+            rec.steps,rec.codes = rec.earlier
+    self.fit_rest(n_epoch, lr, saver, wd,
+                  [ParamScheduler({'lr': SchedCos(lr, 0.)}), *L(cbs)])
 
 # %% ../nbs/37_learner.ipynb #f9f342b4
 @patch
@@ -179,7 +194,7 @@ def search(self:KShotLearner,
     min_flops:float=None, # and at least this many
     **kwargs
 ) -> SearchResult:
-    "The best architecture within limits, which becomes `best_arch`; `kwargs` are those of `search` and `arch_problem`"
+    "Find the best architecture within limits, and remember it as `best_arch`"
     result = search_archs(self, max_flops, min_flops, **kwargs)
     self.best_arch = result.best
     return result

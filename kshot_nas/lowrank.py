@@ -28,7 +28,8 @@ class Fit:
     @property
     def rel_error(self) -> float: return self.error/self.W.norm().item()
     def __repr__(self):
-        return f'Fit(d={len(self.W)}, N={self.W.shape[1]}, K={self.theta.shape[1]}, rel_error={self.rel_error:.4f})'
+        d,N,k = *self.W.shape,self.theta.shape[1]
+        return f'Fit(d={d}, N={N}, K={k}, rel_error={self.rel_error:.4f})'
 
 # %% ../nbs/10_lowrank.ipynb #cf8e9ca0
 def _check_weights(W, k=1):
@@ -47,14 +48,15 @@ def fit_one_shot(
 ) -> Fit:
     "The best approximation of `W` by one vector for all paths: the mean of its columns"
     W = _check_weights(W)
-    return Fit(W, W.mean(1, keepdim=True), W.new_ones(1, W.shape[1]))   # eq. sharing:oneshot
+    # eq. sharing:oneshot
+    return Fit(W, W.mean(1, keepdim=True), W.new_ones(1, W.shape[1]))
 
 # %% ../nbs/10_lowrank.ipynb #7d53f8d3
 def fit_svd(
     W:Tensor, # (d, N) stand-alone weights, one column per path
     k:int     # number of items
 ) -> Fit:
-    "The best approximation of `W` by any matrix of rank `k`, its codes free to be anything"
+    "The best approximation of `W` by a matrix of rank `k`, with any codes"
     W = _check_weights(W, k)
     u,s,vt = torch.linalg.svd(W, full_matrices=False)
     return Fit(W, u[:,:k]*s[:k], vt[:k])
@@ -68,15 +70,16 @@ def simplex_project(
     v = v.movedim(dim, -1)
     u = v.sort(-1, descending=True).values
     n = torch.arange(1, v.shape[-1]+1, dtype=v.dtype, device=v.device)
-    mu = (u.cumsum(-1) - 1)/n                            # what to subtract if the first n entries stay
-    rho = (u > mu).sum(-1, keepdim=True)                 # how many entries stay positive
+    mu = (u.cumsum(-1) - 1)/n  # what to subtract if the first n entries stay
+    rho = (u > mu).sum(-1, keepdim=True)  # how many entries stay positive
     return (v - mu.gather(-1, rho-1)).clamp(min=0).movedim(-1, dim)
 
 # %% ../nbs/10_lowrank.ipynb #c99f3e02
 def _fit_codes(W, theta, lam, n_steps):
-    "Codes of the columns of `W` for a fixed `theta`, `n_steps` of accelerated projected gradient descent from `lam`"
+    "Codes of the columns of `W` for a fixed `theta`, by `n_steps` from `lam`"
     gram,corr = theta.T@theta, theta.T@W
-    lip = torch.linalg.eigvalsh(gram)[-1].clamp(min=1e-12)      # the steepest curvature sets the step
+    # the steepest curvature sets the step
+    lip = torch.linalg.eigvalsh(gram)[-1].clamp(min=1e-12)
     z,t = lam,1.
     for _ in range(n_steps):
         new = simplex_project(z - (gram@z - corr)/lip)
@@ -92,18 +95,18 @@ def fit_items(
     max_rounds:int=300, # at most this many alternations each
     seed:int=0          # decides which paths are the first items
 ) -> Fit:
-    "Approximate `W` by `k` items and one simplex code per path, by alternating least squares"
+    "Approximate `W` by `k` items and simplex codes, by alternating least squares"
     W = _check_weights(W, k)
     mean = W.mean(1, keepdim=True)
     u,s,vt = torch.linalg.svd(W - mean, full_matrices=False)
-    Z = s[:,None]*vt                                            # W, centred, along its singular vectors
+    Z = s[:,None]*vt  # W, centred, along its singular vectors
     gen,best = torch.Generator().manual_seed(seed),None
     for _ in range(restarts):
         theta = Z[:, torch.randperm(Z.shape[1], generator=gen)[:k]]
         lam,err = Z.new_full((k, Z.shape[1]), 1/k),float('inf')
         for _ in range(max_rounds):
             lam = _fit_codes(Z, theta, lam, n_steps=20)
-            theta = Z @ torch.linalg.pinv(lam)                  # least squares for fixed codes
+            theta = Z @ torch.linalg.pinv(lam)  # least squares for fixed codes
             last,err = err,(Z - theta@lam).norm().item()
             if last - err <= 1e-7*Z.norm(): break
         if best is None or err < best[0]: best = err,theta,lam

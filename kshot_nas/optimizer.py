@@ -24,14 +24,16 @@ def kshot_splitter(model:nn.Module) -> list:
     weights,rest = [],[]
     for m in model.net.modules():
         for name,p in m.named_parameters(recurse=False):
-            plain = p.ndim - isinstance(m, KLayer) < 2            # a vector, of which there may be K
+            # a vector, of which there may be K
+            plain = p.ndim - isinstance(m, KLayer) < 2
             (rest if plain or isinstance(m, _norms) else weights).append(p)
     return [weights, rest, list(model.coder.parameters())]
 
 # %% ../nbs/32_optimizer.ipynb #7b744dbc
 class PhasedOptimizer:
     "Two torch optimizers, for items and codes, that look like one; `step` steps those that are `active`"
-    def __init__(self, items:torch.optim.Optimizer, codes:torch.optim.Optimizer=None, codes_scale:float=1.):
+    def __init__(self, items:torch.optim.Optimizer,
+                 codes:torch.optim.Optimizer=None, codes_scale:float=1.):
         self.opts = [o for o in (items, codes) if o is not None]
         self.codes_scale,self.active = codes_scale,('items', 'codes')
         if codes is None: self.empty = {**items.param_groups[0], 'params': []}
@@ -43,7 +45,7 @@ class PhasedOptimizer:
     @property
     def state(self): return {p:s for o in self.opts for p,s in o.state.items()}
     @state.setter
-    def state(self, _):                                             # fastai sets it to clear it
+    def state(self, _):                             # fastai sets it to clear it
         for o in self.opts: o.state.clear()
 
     def zero_grad(self, set_to_none=True):
@@ -85,7 +87,8 @@ class _NumbersOnly(OptimWrapper):
 # %% ../nbs/32_optimizer.ipynb #69582c93
 class FusedSGD(torch.optim.SGD):
     "SGD in one pass over memory, for parameters of which some never had a gradient before"
-    def __init__(self, params, lr:float, **kwargs): super().__init__(params, lr=lr, fused=True, **kwargs)
+    def __init__(self, params, lr:float, **kwargs):
+        super().__init__(params, lr=lr, fused=True, **kwargs)
     def step(self, closure=None):
         new = [p for g in self.param_groups for p in g['params']
                if p.grad is not None and self.state[p].get('momentum_buffer') is None]
@@ -107,7 +110,8 @@ def phased_opt(
     opt = (items or sgd)([dict(params=weights), dict(params=rest, decay=False)], lr=lr)
     if wd:
         for g in opt.param_groups: g['weight_decay'] = wd
-    return _NumbersOnly(opt=PhasedOptimizer(opt, (codes or adam)(sigma, lr=lr) if sigma else None, codes_scale))
+    return _NumbersOnly(opt=PhasedOptimizer(opt,
+                                            (codes or adam)(sigma, lr=lr) if sigma else None, codes_scale))
 
 # %% ../nbs/32_optimizer.ipynb #ef327693
 class ShareGradients(Callback):
@@ -121,7 +125,8 @@ class ShareGradients(Callback):
         if not torch.cuda.is_available(): DistributedDL._broadcast = _broadcast_on_cpu
 
     def before_epoch(self):
-        if isinstance(self.learn.model, nn.parallel.DistributedDataParallel): self.learn.model = self.learn.model.module
+        if isinstance(self.learn.model, nn.parallel.DistributedDataParallel):
+            self.learn.model = self.learn.model.module
 
     def after_backward(self):
         if not self.on: return
@@ -129,7 +134,8 @@ class ShareGradients(Callback):
         flat = torch.cat([g.flatten() for g in grads])
         torch.distributed.all_reduce(flat)
         parts = flat.split([g.numel() for g in grads])
-        for g,part in zip(grads, parts): g.copy_(part.view_as(g)/torch.distributed.get_world_size())
+        for g,part in zip(grads, parts):
+            g.copy_(part.view_as(g)/torch.distributed.get_world_size())
 
 def _broadcast_on_cpu(self, t, rank):
     "What `DistributedDL._broadcast` does, for machines without CUDA"

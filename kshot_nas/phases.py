@@ -31,26 +31,32 @@ class Clock(nn.Module):
         learned:bool=True   # is there anything to learn about codes?
     ):
         super().__init__()
-        self.warmup,self.until,self.joint,self.learned = whole(warmup, 'warmup'),warmup,joint,learned
-        self.ratio = tuple(whole(n, 'each number of ratio', least) for n,least in zip(ratio, (1, 0)))
-        self.epochs = self.items = self.codes = self.warm = 0     # warm: those of `items` in the warm-up
+        self.warmup,self.until = whole(warmup, 'warmup'),warmup
+        self.joint,self.learned = joint,learned
+        self.ratio = tuple(whole(n, 'each number of ratio', least)
+                           for n,least in zip(ratio, (1, 0)))
+        # warm: `items` in the warm-up
+        self.epochs = self.items = self.codes = self.warm = 0
 
-    def get_extra_state(self): return torch.tensor([self.epochs, self.items, self.codes, self.warm])
-    def set_extra_state(self, state): self.epochs,self.items,self.codes,self.warm = state.tolist()
+    def get_extra_state(self):
+        return torch.tensor([self.epochs, self.items, self.codes, self.warm])
+    def set_extra_state(self, state):
+        self.epochs,self.items,self.codes,self.warm = state.tolist()
 
     @property
     def steps(self) -> int: return self.items + self.codes
     @property
     def warming(self) -> bool:
         "Is the next step one of the warm-up? Once that is over it never comes back"
-        return self.learned and self.epochs < self.until and self.steps == self.warm  # algorithm 1: the epoch decides
+        early = self.epochs < self.until        # Algorithm 1: the epoch decides
+        return self.learned and early and self.steps == self.warm
     @property
     def phase(self) -> str:
         "Who is trained in the next step: 'items', 'codes' or 'both'"
         if not self.learned or self.warming: return 'items'
         if self.joint: return 'both'
-        t = self.steps - self.warm
-        return 'items' if t % sum(self.ratio) < self.ratio[0] else 'codes'            # algorithm 2: the step decides
+        t = self.steps - self.warm              # Algorithm 2: the step decides
+        return 'items' if t % sum(self.ratio) < self.ratio[0] else 'codes'
 
     def tick(self):
         "Count a step that was made"
@@ -85,7 +91,8 @@ class KShotModel(nn.Module):
         clock:Clock=None  # counts the steps; a new one if None
     ):
         super().__init__()
-        self.net,self.coder,self.clock = net,coder,Clock() if clock is None else clock
+        self.net,self.coder = net,coder
+        self.clock = Clock() if clock is None else clock
 
     def forward(self, x, paths:Paths=None):
         if paths is None: return self.net(x)
@@ -93,50 +100,59 @@ class KShotModel(nn.Module):
             return self.net.forward_paths(x, paths.archs, paths.lams)
 
     def codes_of(self, archs:list, warm:bool=None) -> Tensor:
-        "The codes of `archs`; the equal mixture if `warm`, or if all that was trained was trained with it"
+        "The codes of `archs`; equal ones if `warm`, or after nothing but warm-up"
         if warm is None: warm = 0 < self.clock.steps == self.clock.warm
+        if not warm: return self.coder(archs)     # λ = π(a; σ): eq. simplex-net
         k = self.net.k
-        return next(self.net.parameters()).new_full((len(archs), k), 1/k) if warm else self.coder(archs)
+        return next(self.net.parameters()).new_full((len(archs), k), 1/k)
+
 
     @property
-    def module(self): return self                                   # what fastai asks a distributed model for
+    def module(self): return self     # what fastai asks a distributed model for
     @property
     def device(self): return next(self.net.parameters()).device
 
 # %% ../nbs/33_phases.ipynb #2ea4c16b
 class AlternatingTraining(Callback):
     "Decides who is trained in each step, on which paths and with which codes"
-    order = 55                              # after those that change a batch, such as MixUp
+    order = 55                  # after those that change a batch, such as MixUp
     def __init__(self,
         n_paths:int=16,      # architectures in a step for the codes
         how:str='uniform',   # how they are drawn: see SearchSpace.sample
         n_valid:int=8,       # architectures that take turns in validation
-        seed:int=0,          # decides which architectures are drawn, the order of the images and their augmentation
+        seed:int=0,          # decides architectures, order of images, augmentation
         cost=None            # for how='balanced'
     ):
-        for name,n in dict(n_paths=n_paths, n_valid=n_valid).items(): whole(n, name, 1)
+        whole(n_paths, 'n_paths', 1)
+        whole(n_valid, 'n_valid', 1)
         one_of(how, 'how', ('uniform', 'fair', 'balanced'))
         store_attr()
 
     def draw(self, stream:int, t:int, n:int) -> list:
-        "The `n` architectures of step `t` of a stream: 0 for items, 1 for codes, 2 for validation"
+        "Those of step `t` of a stream: 0 for items, 1 for codes, 2 for validation"
         balanced = dict(cost=self.cost) if self.how == 'balanced' else {}
-        return self.model.net.space.sample(n, seed=3*self.seed+stream, how=self.how, start=t*n, **balanced)
+        return self.model.net.space.sample(
+            n, seed=3*self.seed+stream, how=self.how, start=t*n, **balanced)
 
     def step_paths(self) -> Paths:
         "The paths of the next step"
         model,clock = self.model,self.model.clock
-        if clock.phase == 'items':                                      # algorithm 2, even steps
+        # Algorithm 2, even steps: eq. iterative_supners for Θ
+        if clock.phase == 'items':
             archs = self.draw(0, clock.items, 1)
-            with torch.no_grad(): return Paths(archs, model.codes_of(archs, clock.warming))
-        archs = self.draw(1, clock.codes, self.n_paths)                 # odd steps
+            with torch.no_grad(): lams = model.codes_of(archs, clock.warming)
+            return Paths(archs, lams)
+        # odd steps: the same equation for σ
+        archs = self.draw(1, clock.codes, self.n_paths)
         return Paths(archs, model.codes_of(archs, False), frozen=clock.phase == 'codes')
 
     def before_batch(self):
-        if not isinstance(self.model, KShotModel): return               # a plain network that predicts
+        # a plain network that predicts
+        if not isinstance(self.model, KShotModel): return
         if self.training:
             self.learn.phase,self.learn.paths = self.model.clock.phase,self.step_paths()
-            self.opt.opt.active = ('items', 'codes') if self.phase == 'both' else (self.phase,)
+            both = self.phase == 'both'
+            self.opt.opt.active = ('items', 'codes') if both else (self.phase,)
         else: self.learn.paths = self.turns[self.iter % self.n_valid]
         self.learn.xb = (*self.xb, self.paths)
 
@@ -145,24 +161,30 @@ class AlternatingTraining(Callback):
 
 # %% ../nbs/33_phases.ipynb #266a3711
 @patch
-def before_fit(self:AlternatingTraining): self.fresh = True             # `validate` calls this, too
+def before_fit(self:AlternatingTraining):
+    "A fit may begin; validation alone calls this, too"
+    self.fresh = True
 
 @patch
 def before_train(self:AlternatingTraining):
+    "Start the epoch from its own random state"
     if self.fresh: self._begin()
     seed_epoch(self.learn, self.seed, self.model.clock.epochs)
 
 @patch
 def _begin(self:AlternatingTraining):
     "Before the first epoch of a fit"
-    if not isinstance(getattr(self.opt, 'opt', None), PhasedOptimizer): raise ValueError(
-        "K-shot training steps two optimizers in turn: "
-        "pass `opt_func=partial(phased_opt, items=..., codes=...)` instead of a single one")
-    if not hasattr(self.learn, 'lr_finder'): self.model.clock.begin(self.n_epoch - self.epoch)
+    if not isinstance(getattr(self.opt, 'opt', None), PhasedOptimizer):
+        raise ValueError("K-shot training steps two optimizers in turn: pass "
+                         "`opt_func=partial(phased_opt, items=..., codes=...)` "
+                         "instead of a single one")
+    if not hasattr(self.learn, 'lr_finder'):
+        self.model.clock.begin(self.n_epoch - self.epoch)
     self.fresh = False
 
 @patch
 def before_validate(self:AlternatingTraining):
+    "Draw the architectures that take turns, always the same ones"
     if not isinstance(self.model, KShotModel): return
     archs = self.draw(2, 0, self.n_valid)
     with torch.no_grad(): lams = self.model.codes_of(archs)
@@ -171,7 +193,7 @@ def before_validate(self:AlternatingTraining):
 # %% ../nbs/33_phases.ipynb #fe274c54
 class ContrastTerm(Callback):
     "Adds the channel regularizer to the loss of the steps for the codes"
-    order,run_valid = TrainEvalCallback.order+2,False       # before gradients are accumulated or scaled
+    order,run_valid = TrainEvalCallback.order+2,False  # before gradients are scaled
     def __init__(self,
         alpha:float=1.,      # weight of the term
         temp:float=0.3,      # temperature
@@ -186,9 +208,11 @@ class ContrastTerm(Callback):
         self.value,model = None,self.model
         space = model.net.space
         if self.phase == 'items' or not space.widths or not self.alpha: return
-        archs = near_and_far(space, self.paths.archs[0], self.n, self.max_dist, seed=(self.seed, model.clock.codes))
+        seed = self.seed,model.clock.codes
+        arch = self.paths.archs[0]
+        archs = near_and_far(space, arch, self.n, self.max_dist, seed=seed)
         lams = model.codes_of(archs, False)
-        if lams.ndim == 3: lams = lams.transpose(0, 1)                          # one code per layer
+        if lams.ndim == 3: lams = lams.transpose(0, 1)        # one code per layer
         r = r_c(lams, space.ratios(archs).to(lams.device), self.max_dist, self.temp)
         self.value = r.detach()
-        self.learn.loss_grad = self.loss_grad + self.alpha*r                    # eq. final_loss
+        self.learn.loss_grad = self.loss_grad + self.alpha*r  # eq. final_loss

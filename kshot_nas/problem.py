@@ -22,12 +22,16 @@ from .space import SearchSpace
 def landscape(space:SearchSpace, seed:int=0) -> Callable:
     "A made-up accuracy, to try a search on: the merits of all choices, and of all pairs of neighbours"
     rng,counts = np.random.default_rng(seed),space.counts
-    own  = [rng.normal(size=len(o)) + np.linspace(3, 0, len(o)) for o in space.ops]     # from expensive to cheap,
-    own += [rng.normal(size=len(w)) + np.linspace(0, 3, len(w)) for w in space.widths]  # from cheap to expensive
+    # from expensive to cheap,
+    own  = [rng.normal(size=len(o)) + np.linspace(3, 0, len(o)) for o in space.ops]
+    # from cheap to expensive
+    own += [rng.normal(size=len(w)) + np.linspace(0, 3, len(w)) for w in space.widths]
     pair = [rng.normal(size=(a,b)) for a,b in zip(counts, counts[1:])]
     def accuracy(arch):
         genes = arch.ops + arch.widths
-        merit = sum(o[i] for o,i in zip(own, genes)) + sum(p[i,j] for p,i,j in zip(pair, genes, genes[1:]))
+        merit = sum(o[i] for o,i in zip(own, genes)) + sum(p[i,j]
+                                                           for p,i,j in zip(pair,
+                                                                            genes, genes[1:]))
         return float(0.7 + 0.05*merit/len(genes))
     return accuracy
 
@@ -38,17 +42,19 @@ _large = """accuracy acc f1 fbeta precision recall sensitivity specificity ap ma
     silhouette calinski_harabasz positive_likelihood""".split()
 _small = """loss error errors mae mse rmse msle rmsle rmspe mape perplexity deviance brier nll
     davies_bouldin negative_likelihood""".split()
-_unclear = 'drop gap diff std'.split()          # accuracy_drop should not be large
+_unclear = 'drop gap diff std'.split()       # accuracy_drop should not be large
 
 def direction(
     metric:str,         # the name of a metric
-    maximize:bool=None  # should it be large? Known by its name if `None`
+    maximize:bool=None  # should it be large? Known by its name if None
 ) -> int:               # 1 if it should be large, -1 if it should be small
     "Should a metric be large or small?"
-    if one_of(maximize, 'maximize', (None, True, False)) is not None: return 1 if maximize else -1
+    if one_of(maximize, 'maximize', (None, True, False)) is not None:
+        return 1 if maximize else -1
     name = metric.lower().strip('_')
-    if name.startswith('neg_'): return -direction(name.removeprefix('neg_'))    # neg_log_loss, as in scikit-learn
-    if name.startswith('d2_'): return 1                                         # d2_log_loss_score: the share explained
+    # neg_log_loss, as in scikit-learn
+    if name.startswith('neg_'): return -direction(name.removeprefix('neg_'))
+    if name.startswith('d2_'): return 1  # d2_log_loss_score: the share explained
     def has(words): return any(f'_{w}_' in f'_{name}_' for w in words)
     large,small = has(_large),has(_small)
     if large != small and not has(_unclear): return 1 if large else -1
@@ -60,25 +66,29 @@ def direction(
 class ArchProblem:
     "What is searched: architectures, what makes them good, what they cost and may cost"
     space:SearchSpace         # where to search
-    evaluate:Callable         # takes an `Arch`, gives a number, or several as a dict
+    evaluate:Callable    # takes an Arch, gives a number, or several as a dict
     table:CostTable=None      # tells FLOPs, params and, if measured, latency
-    costs:dict=None           # more costs: functions by name; each takes a list of `Arch` and gives a number for each
+    costs:dict=None  # more costs: functions by name; each takes a list of Arch and gives a number for each
     objective:str='accuracy'  # 'accuracy' alone, or 'pareto': accuracy against cost
-    metric:str='accuracy'     # what makes an architecture good, if `evaluate` gives several numbers
+    metric:str='accuracy'  # what makes an architecture good, if evaluate gives several numbers
     cost:str='flops'          # which cost counts
-    weights:str=''            # the fingerprint of the weights that `evaluate` uses
+    weights:str=''         # the fingerprint of the weights that evaluate uses
     settings:dict=None        # what else its results depend on
-    code:Callable=None        # gives the code of an `Arch`
-    maximize:bool=None        # should the metric be large? Known by its name if `None`
-    limits:dict=None          # (least, most) by the name of the cost, `None` for no limit
+    code:Callable=None        # gives the code of an Arch
+    maximize:bool=None  # should the metric be large? Known by its name if None
+    limits:dict=None  # (least, most) by the name of the cost, None for no limit
 
     def __post_init__(self):
         one_of(self.objective, 'objective', ('accuracy', 'pareto'))
-        names = () if self.table is None else ('flops', 'params', 'latency')[:2 + (self.table.timings is not None)]
-        costs = {**{name:getattr(self.table, name) for name in names}, **(self.costs or {})}
+        names = () if self.table is None else ('flops', 'params', 'latency')[:2
+                                                                             + (self.table.timings is not None)]
+        costs = {**{name:getattr(self.table, name) for name in names},
+                 **(self.costs or {})}
         _check_cost(self.cost, costs)
-        limits = {name:_limit(name, limit, costs) for name,limit in (self.limits or {}).items()}
-        self.__dict__.update(costs=costs, limits=limits, maximize=direction(self.metric, self.maximize) > 0)
+        limits = {name:_limit(name, limit, costs)
+                  for name,limit in (self.limits or {}).items()}
+        self.__dict__.update(costs=costs, limits=limits,
+                             maximize=direction(self.metric, self.maximize) > 0)
 
     @property
     def sign(self) -> int:
@@ -115,7 +125,7 @@ def _limit(name, limit, costs) -> tuple:
 @patch
 def cost_of(self:ArchProblem,
     archs:list,    # the architectures
-    name:str=None  # of the cost; the one that counts if `None`
+    name:str=None  # of the cost; the one that counts if None
 ) -> np.ndarray:   # a number for each
     "What each of `archs` costs"
     name = name or self.cost
@@ -130,7 +140,8 @@ def excess(self:ArchProblem, archs:list) -> np.ndarray:
     for name,(low,high) in self.limits.items():
         cost = self.cost_of(archs, name).astype(float)
         for limit,over in (low, low - cost),(high, cost - high):
-            res.append(over[:,None]/abs(limit) if np.isfinite(limit) and limit else over[:,None])
+            res.append(over[:,None]/abs(limit) if np.isfinite(limit)
+                       and limit else over[:,None])
     return np.concatenate(res, 1)
 
 @patch
@@ -172,7 +183,8 @@ def _at_random(self:ArchProblem, rng) -> Iterator:
         order = rng.permutation(len(every))
         for i in range(0, len(order), 256): yield [every[j] for j in order[i:i+256]]
         return
-    low,high = (x if np.isfinite(x) else None for x in self.limits.get('flops', (-np.inf, np.inf)))
+    low,high = (x if np.isfinite(x) else None
+                for x in self.limits.get('flops', (-np.inf, np.inf)))
     anything = self.table is None or low is high is None
     for _ in range(50):
         seed = int(rng.integers(2**31))
@@ -183,7 +195,7 @@ def draw(self:ArchProblem,
     n:int,                    # how many
     rng:np.random.Generator,  # source of randomness
     taken=()                  # not these
-) -> list:                    # fewer than `n` if there are no more
+) -> list:                    # fewer than n if there are no more
     "Different architectures within the limits, drawn at random"
     found,taken = {},set(taken)
     for archs in self._at_random(rng):

@@ -18,13 +18,15 @@ from scipy.stats import ConstantInputWarning, kendalltau, pearsonr, rankdata, sp
 from .check import one_of, whole
 
 # %% ../nbs/26_rank.ipynb #12e32564
-def _few(xs): return ', '.join(map(str, xs[:3])) + (f' and {len(xs)-3} more' if len(xs) > 3 else '')
+def _few(xs):
+    return ', '.join(map(str, xs[:3])) + (f' and {len(xs)-3} more' if len(xs) > 3 else '')
 
 def _table(x, name):
     "`x` as a DataFrame of floats with a row for each architecture"
     if hasattr(x, 'detach'): x = x.detach().cpu().double().numpy()
     try:
-        if isinstance(x, dict): x = pd.DataFrame(list(x.values()), pd.Index(list(x), tupleize_cols=False))
+        if isinstance(x, dict):
+            x = pd.DataFrame(list(x.values()), pd.Index(list(x), tupleize_cols=False))
         x = pd.DataFrame(x).astype(float)
     except (TypeError, ValueError, OverflowError) as e:
         raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a dict by architecture: {e}") from None
@@ -37,19 +39,24 @@ def _table(x, name):
 def _by_position(tables, keys):
     "The tables with the first of `keys`, if there are any; those that have none go by position"
     rows = ', '.join(f'`{name}` has {len(t)} rows' for name,t in tables.items())
-    if len({len(t) for t in tables.values()}) > 1: raise ValueError(f"not of the same architectures: {rows}")
+    if len({len(t) for t in tables.values()}) > 1:
+        raise ValueError(f"not of the same architectures: {rows}")
     if not all(k.equals(keys[0]) for k in keys): raise ValueError(
         f"not in the same order, and without keys for all of them: {rows}. Give keys to all")
     return {name:t.set_axis(keys[0]) for name,t in tables.items()} if keys else tables
 
 def _align(**given):
     "What is given as DataFrames of floats, their rows matched; a yardstick may be `None`, and is left out"
-    given = {name:x for name,x in given.items() if x is not None or name in ('pred', 'true')}
+    given = {name:x
+             for name,x in given.items() if x is not None or name in ('pred', 'true')}
     tables = {name:_table(x, name) for name,x in given.items()}
-    keys = [tables[name].index for name,x in given.items() if isinstance(x, (dict, pd.Series, pd.DataFrame))]
+    keys = [tables[name].index
+            for name,x in given.items() if isinstance(x,
+                                                      (dict, pd.Series, pd.DataFrame))]
     if len(keys) < len(tables): tables = _by_position(tables, keys)
     index = pd.concat(tables.values(), axis=1).index
-    if len(index) < 2: raise ValueError(f"a ranking needs at least 2 architectures; got {len(index)}")
+    if len(index) < 2:
+        raise ValueError(f"a ranking needs at least 2 architectures; got {len(index)}")
     tables = {name:t.reindex(index) for name,t in tables.items()}
     for name,t in tables.items():
         bad = index[~np.isfinite(t).all(axis=1)]
@@ -61,7 +68,8 @@ def _pair(pred, true):
     "`pred` and `true` as two arrays"
     tables = _align(pred=pred, true=true)
     for name,t in tables.items():
-        if t.shape[1] != 1: raise ValueError(f"`{name}` must have one number per architecture; got {t.shape[1]}")
+        if t.shape[1] != 1:
+            raise ValueError(f"`{name}` must have one number per architecture; got {t.shape[1]}")
     return [t.to_numpy()[:,0].copy() for t in tables.values()]
 
 # %% ../nbs/26_rank.ipynb #1b32e306
@@ -74,8 +82,9 @@ def _taus(pred, true, n_void=0):
     "Both variants of tau, when `n_void` pairs are not to be counted"
     n_all,tau_b = len(pred)*(len(pred)-1)//2,float(kendalltau(pred, true).statistic)
     untied = np.sqrt(float(n_all-_tied(pred))*(n_all-_tied(true)))
-    balance = 0 if np.isnan(tau_b) else round(tau_b*untied)               # n_con - n_discon
-    return balance/(n_all-n_void) if n_all > n_void else np.nan, tau_b    # eq. kendall-tau-var, and tau-b
+    balance = 0 if np.isnan(tau_b) else round(tau_b*untied)   # n_con - n_discon
+    # eq. kendall-tau-var, and tau-b
+    return balance/(n_all-n_void) if n_all > n_void else np.nan, tau_b
 
 # %% ../nbs/26_rank.ipynb #9495e91a
 def kendall_tau(
@@ -105,8 +114,10 @@ def spearman_rho(pred, true) -> float:
 # %% ../nbs/26_rank.ipynb #8f587730
 def _high(pred, true, n_high):
     "`high_tau` of arrays"
-    n,(_,level,counts) = len(pred),np.unique(true, return_inverse=True, return_counts=True)
-    g = np.bincount(level, 2*rankdata(pred)-n-1)/counts                 # mean of (wins - losses) on each level of truth
+    n,(_,level,counts) = len(pred),np.unique(true, return_inverse=True,
+                                             return_counts=True)
+    # mean of (wins - losses) on each level of truth
+    g = np.bincount(level, 2*rankdata(pred)-n-1)/counts
     return np.repeat(g[::-1], counts[::-1]).cumsum()[n_high-1]/(n_high*(n-n_high))
 
 def high_tau(
@@ -153,18 +164,21 @@ def _halves(seeds):
 def _ceiling(halves, n_seeds):
     "From halves: tau between them, expected tau of the truth with a new one, and with expected accuracies"
     tau = np.mean([kendalltau(a, b).statistic for a,b in halves])
-    r,more = max(np.sin(np.pi*tau/2), 0),n_seeds/(n_seeds//2)         # tau = 2/pi asin r, for normal pairs
-    r = more*r/(1 + (more-1)*r)                                       # Spearman-Brown
-    return dict(halves=tau, again=2/np.pi*np.arcsin(r), perfect=2/np.pi*np.arcsin(np.sqrt(r)))
+    # tau = 2/pi asin r, for normal pairs
+    r,more = max(np.sin(np.pi*tau/2), 0),n_seeds/(n_seeds//2)
+    r = more*r/(1 + (more-1)*r)                                 # Spearman-Brown
+    return dict(halves=tau, again=2/np.pi*np.arcsin(r),
+                perfect=2/np.pi*np.arcsin(np.sqrt(r)))
 
 # %% ../nbs/26_rank.ipynb #ac44e6b2
 def _seeds(table, name='seeds'):
     "An array with a column for each of at least 2 seeds"
-    if (n := table.shape[1]) < 2: raise ValueError(f"`{name}` must have a column for each of at least 2 seeds; got {n}")
+    if (n := table.shape[1]) < 2:
+        raise ValueError(f"`{name}` must have a column for each of at least 2 seeds; got {n}")
     return table.to_numpy().copy()
 
 def tau_ceiling(
-    seeds   # true accuracies, one row per architecture and one column per seed: array, DataFrame or dict of rows
+    seeds  # true accuracies, one row per architecture and one column per seed: array, DataFrame or dict of rows
 ) -> dict:
     "What noise in the truth leaves possible: tau between `halves`, with the truth `again`, of a `perfect` predictor"
     seeds = _seeds(_align(seeds=seeds)['seeds'])
@@ -174,38 +188,49 @@ def tau_ceiling(
 def _one_training(seeds, one, n_void=0):
     "The tau of a column of `one`, or of `seeds` if it is `None`, with the mean of the other seeds; averaged over seeds"
     others = (seeds.sum(1, keepdims=True) - seeds)/(seeds.shape[1]-1)
-    return np.mean([_taus(x, y, n_void)[0] for x,y in zip((seeds if one is None else one).T, others.T)])
+    return np.mean([_taus(x, y, n_void)[0]
+                    for x,y in zip((seeds if one is None else one).T, others.T)])
 
 # %% ../nbs/26_rank.ipynb #5c02fd71
-_measures = ('tau', 'tau_b', 'rho', 'r', 'high_tau')       # those which a bootstrap can imitate
+# those which a bootstrap can imitate
+_measures = ('tau', 'tau_b', 'rho', 'r', 'high_tau')
 
 class RankReport:
     "How well a prediction ranks architectures, beside their cost alone, one training, and what noise leaves possible"
-    def __init__(self, pred, true, costs:dict, seeds=None, one=None, n_high:int=1, n_boot:int=500, seed:int=0):
+    def __init__(self, pred, true, costs:dict, seeds=None, one=None, n_high:int=1,
+                 n_boot:int=500, seed:int=0):
         self.pred,self.true,self.costs,self.seeds,self.one = pred,true,costs,seeds,one
         self.n_high,self.n_boot = n_high,n_boot
         rng,n = np.random.default_rng(seed),len(true)
-        value = pd.Series(self._numbers(np.arange(n), top=True)).rename_axis(['who', 'measure'])
+        value = pd.Series(self._numbers(np.arange(n), top=True)).rename_axis(['who',
+                                                                              'measure'])
         draws = [self._numbers(rng.integers(n, size=n)) for _ in range(n_boot)]
         low,high = pd.DataFrame(draws, columns=value.index, dtype=float).quantile([0.025, 0.975]).to_numpy()
         self.table = pd.DataFrame(dict(value=value, low=low, high=high))
         taus = value.xs('tau', level='measure')
-        self.tau,self.one_training,self.ceiling = map(taus.get, ('prediction', 'one training', 'perfect'))
+        self.tau,self.one_training,self.ceiling = map(taus.get,
+                                                      ('prediction', 'one training',
+                                                       'perfect'))
 
     def _numbers(self, i, top=False):
         "All measures of the architectures `i`, some of which may come twice; with those of the top, if wanted"
-        res,true,n_void = {},self.true[i],_tied(i)                     # an architecture and its copy are no pair
+        # an architecture and its copy are no pair
+        res,true,n_void = {},self.true[i],_tied(i)
         for who,p in {'prediction':self.pred, **self.costs}.items():
             p = p[i]
             all_pairs = *_taus(p, true, n_void),_scipy(spearmanr, p, true),_scipy(pearsonr, p, true)
-            for m,v in zip(_measures, (*all_pairs, _high(p, true, self.n_high))): res[who,m] = v
-            if top: res[who,'top_k'],res[who,'regret'] = top_k_overlap(p, true, self.n_high),regret(p, true)
+            for m,v in zip(_measures, (*all_pairs, _high(p, true, self.n_high))):
+                res[who,m] = v
+            if top:
+                res[who,'top_k'],res[who,'regret'] = top_k_overlap(p, true, self.n_high),regret(p, true)
         for who in self.costs:
-            for m in _measures: res[f'prediction - {who}',m] = res['prediction',m] - res[who,m]
+            for m in _measures:
+                res[f'prediction - {who}',m] = res['prediction',m] - res[who,m]
         if self.seeds is not None:
             seeds = self.seeds[i]
             ceiling = _ceiling(_halves(seeds), seeds.shape[1])
-            res['one training','tau'] = _one_training(seeds, None if self.one is None else self.one[i], n_void)
+            res['one training','tau'] = _one_training(seeds,
+                                                      None if self.one is None else self.one[i], n_void)
             res['truth again','tau'],res['perfect','tau'] = ceiling['again'],ceiling['perfect']
         return res
 
@@ -243,8 +268,8 @@ def rank_report(
     true,             # what is true: the same
     cost=None,        # yardstick, such as FLOPs or parameters: the same, or a DataFrame with a column for each
     seeds=None,       # the single truths of which true is the mean, a column per seed: array, DataFrame or dict of rows
-    one=None,         # what single trainings say on other images, a column per seed of seeds; seeds itself if `None`
-    n_high:int=None,  # how many count as the best, in high_tau and top_k; a tenth if `None`
+    one=None,         # what single trainings say on other images, a column per seed of seeds; seeds itself if None
+    n_high:int=None,  # how many count as the best, in high_tau and top_k; a tenth if None
     n_boot:int=500,   # resamples for the intervals; 0 for none
     seed:int=0        # of the resampling
 ) -> RankReport:
@@ -252,14 +277,17 @@ def rank_report(
     tables = _align(pred=pred, true=true, cost=cost, seeds=seeds, one=one)
     pred,true = _pair(tables['pred'], tables['true'])
     costs = _columns(tables.get('cost', pd.DataFrame()))
-    seeds,one = (_seeds(tables[n], n) if n in tables else None for n in ('seeds', 'one'))
+    seeds,one = (_seeds(tables[n], n) if n in tables else None
+                 for n in ('seeds', 'one'))
     if one is not None and np.shape(seeds) != one.shape: raise ValueError(
         f"`one` must have a column for each of `seeds`; got the shapes {one.shape} and {np.shape(seeds)}")
     off = 0 if seeds is None else abs(seeds.mean(1) - true).max()
     if off > 0.01*true.std(): raise ValueError(
         f"`true` must be the mean of `seeds`, but differs by up to {off:.3g}; are the rows in the same order?")
-    n_high = whole(max(1, len(true)//10) if n_high is None else n_high, 'n_high', 1, len(true)-1)
-    return RankReport(pred, true, costs, seeds, one, n_high, whole(n_boot, 'n_boot'), whole(seed, 'seed'))
+    n_high = whole(max(1, len(true)//10) if n_high is None else n_high, 'n_high', 1,
+                   len(true)-1)
+    return RankReport(pred, true, costs, seeds, one, n_high,
+                      whole(n_boot, 'n_boot'), whole(seed, 'seed'))
 
 # %% ../nbs/26_rank.ipynb #42a20077
 @patch

@@ -22,7 +22,8 @@ from .phases import ContrastTerm
 class CodeRecorder(Callback):
     "Records losses by phase, the channel regularizer, and the codes of a fixed set of architectures over time"
     order,run_valid = ContrastTerm.order+1,False
-    steps,codes,earlier = (),(),((),())                 # the last: what a run that goes on has recorded before
+    # the last: what a run that goes on has recorded before
+    steps,codes,earlier = (),(),((),())
     def __init__(self,
         n_archs:int=128, # architectures whose codes are followed
         seed:int=0       # decides which
@@ -31,15 +32,18 @@ class CodeRecorder(Callback):
     def before_fit(self): self.start = True
     def before_train(self):
         if not self.start: return
-        self.start = False                              # the first epoch of a fit; `validate` alone erases nothing
-        self.steps,self.codes = (list(o) for o in self.earlier)     # (epoch, phase, loss, r_c); codes after epochs
+        self.start = False  # the first epoch of a fit; `validate` alone erases nothing
+        # (epoch, phase, loss, r_c); codes after epochs
+        self.steps,self.codes = (list(o) for o in self.earlier)
         self.earlier = (),()
         self.archs = self.model.net.space.sample(self.n_archs, seed=self.seed)
 
     def after_pred(self):
-        if self.epoch or self.pred.ndim != 2 or self.y.ndim != 1 or self.y.is_floating_point(): return
+        if self.epoch or self.pred.ndim != 2 or self.y.ndim != 1 or self.y.is_floating_point():
+            return
         n = self.pred.shape[1]
-        odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]       # -100: left out by torch's losses
+        # -100: left out by torch's losses
+        odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]
         if len(odd): raise ValueError(
             f"there is an image of class {odd[0].item()}, but the network has {n} outputs, for classes 0 to {n-1}: "
             "check the labels, and `dls.c` or `n_out`")
@@ -59,7 +63,8 @@ class CodeRecorder(Callback):
     def after_train(self):
         with torch.no_grad(): self.codes.append(self.model.codes_of(self.archs).cpu())
         if (rec := getattr(self.learn, 'recorder', None)) is not None:
-            rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])       # fastai would keep tensors
+            # fastai would keep tensors
+            rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])
 
 # %% ../nbs/34_recorder.ipynb #0e50f974
 @patch

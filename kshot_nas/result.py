@@ -28,9 +28,9 @@ class SearchResult:
     metric:str='accuracy'  # what makes an architecture good
     cost:str='flops'       # what it costs
     limits:dict=None       # least and most of each cost that was limited
-    code:Callable=None     # gives the code of an `Arch`
+    code:Callable=None     # gives the code of an Arch
     interrupted:bool=False # did it end early?
-    maximize:bool=None     # should the metric be large? Known by its name if `None`
+    maximize:bool=None     # should the metric be large? Known by its name if None
 
     def __post_init__(self):
         self.sign = direction(self.metric, self.maximize)
@@ -42,7 +42,8 @@ class SearchResult:
         good = self.history[self.history.failure.isna()] if 'failure' in self.history else self.history
         if not len(good):
             raise ValueError(f"none of {len(self.history)} evaluations succeeded, so there is no best architecture")
-        return good.sort_values([self.metric, self.cost], ascending=[self.sign < 0, True], kind='stable')
+        return good.sort_values([self.metric, self.cost],
+                                ascending=[self.sign < 0, True], kind='stable')
 
     @property
     def best(self) -> Arch:
@@ -53,7 +54,7 @@ class SearchResult:
 @patch
 def best_under(self:SearchResult,
     most:float,   # it may cost no more than this
-    cost:str=None # in these terms; the cost of the search if `None`
+    cost:str=None # in these terms; the cost of the search if None
 ) -> Arch:
     "The best architecture that costs at most `most`"
     cost = cost or self.cost
@@ -138,7 +139,7 @@ def plot_history(self:SearchResult, ax:plt.Axes=None) -> plt.Axes:
 # %% ../nbs/30_result.ipynb #256816a0
 @patch
 def plot_archs(self:SearchResult,
-    archs:list=None,  # what to draw; some of the Pareto front if `None`
+    archs:list=None,  # what to draw; some of the Pareto front if None
     n:int=4           # how many of the front
 ) -> np.ndarray:      # the axes
     "Draw architectures: their ops as coloured tiles, their widths as bars"

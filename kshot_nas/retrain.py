@@ -38,7 +38,9 @@ class RMSpropTF(torch.optim.Optimizer):
         eps:float=1e-3,        # added to the average square before the root is taken
         weight_decay:float=0.  # this times the weight is added to the gradient
     ):
-        super().__init__(params, dict(lr=lr, alpha=alpha, momentum=momentum, eps=eps, weight_decay=weight_decay))
+        super().__init__(params,
+                         dict(lr=lr, alpha=alpha, momentum=momentum, eps=eps,
+                              weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -47,8 +49,11 @@ class RMSpropTF(torch.optim.Optimizer):
             ps = [p for p in h['params'] if p.grad is not None]
             if not ps: continue
             for s,p in ((self.state[p], p) for p in ps):
-                if not s: s.update(square_avg=torch.ones_like(p), momentum_buffer=torch.zeros_like(p))
-            vs,bs = ([self.state[p][k] for p in ps] for k in ('square_avg', 'momentum_buffer'))
+                if not s:
+                    s.update(square_avg=torch.ones_like(p),
+                             momentum_buffer=torch.zeros_like(p))
+            vs,bs = ([self.state[p][k] for p in ps]
+                     for k in ('square_avg', 'momentum_buffer'))
             gs = torch._foreach_add([p.grad for p in ps], ps, alpha=h['weight_decay'])
             torch._foreach_lerp_(vs, torch._foreach_mul(gs, gs), 1-h['alpha'])
             torch._foreach_mul_(bs, h['momentum'])
@@ -91,26 +96,28 @@ def ramp_stairs(
 
 # %% ../nbs/38_retrain.ipynb #be4d4b37
 def paper_pace(
-    n_epoch:int,        # epochs in all
-    share:float=0.2     # at most this share of them for the ramp
+    n_epoch:int,     # epochs in all
+    share:float=0.2  # at most this share of them for the ramp
 ) -> dict:              # warmup and every for ramp_stairs
     "The paper's epochs of ramp and stairs; for a run shorter than MnasNet's 350 epochs, ours"
     warmup = min(5., share*n_epoch)
     return dict(warmup=warmup, every=2.4*min(1., (n_epoch-warmup)/345))
 
 def peak_lr(
-    bs:int,             # images in a batch
-    how:str='sqrt'      # scale by the square root of the batch size, or 'linear', as MnasNet does
+    bs:int,          # images in a batch
+    how:str='sqrt'   # scale by the square root of the batch size, or 'linear', as MnasNet does
 ) -> float:
     "The paper's 0.128 for batches of 1024, scaled to batches of `bs`"
-    return 0.128*(bs/1024)**dict(sqrt=0.5, linear=1)[one_of(how, 'how', ('sqrt', 'linear'))]
+    return 0.128*(bs/1024)**dict(sqrt=0.5, linear=1)[one_of(how, 'how',
+                                                            ('sqrt', 'linear'))]
 
 # %% ../nbs/38_retrain.ipynb #82f6da32
 class WeightEMA(Callback):
     "Averages weights and norm statistics; the model has the averages whenever it is not being trained"
     order = TrainEvalCallback.order+1
-    away = None                                 # what is not in the model: averages in training, else weights
-    def __init__(self, decay:float=0.9999):     # share of the old average in the new one, once warm
+    away = None   # what is not in the model: averages in training, else weights
+    # share of the old average in the new one, once warm
+    def __init__(self, decay:float=0.9999):
         self.decay = decay
 
     def at(self, t:int) -> float:
@@ -124,13 +131,15 @@ class WeightEMA(Callback):
 
     def before_fit(self):
         self.run = not hasattr(self.learn, 'lr_finder')
-        if self.run: self.away,self.t,self.averaged = {n:v.detach().clone() for n,v in self.tensors().items()},0,False
+        if self.run:
+            self.away,self.t,self.averaged = {n:v.detach().clone() for n,v in self.tensors().items()},0,False
 
     @torch.no_grad()
     def after_step(self):
         self.t += 1
         now = self.tensors()
-        torch._foreach_lerp_([self.away[n] for n in now], [v.detach() for v in now.values()], 1-self.at(self.t))
+        torch._foreach_lerp_([self.away[n] for n in now],
+                             [v.detach() for v in now.values()], 1-self.at(self.t))
 
     def put(self, averaged:bool):
         "Let the model have the averages, or else the weights that are trained"
@@ -149,11 +158,12 @@ class WeightEMA(Callback):
 class HeadDropout(Callback):
     "Dropout before the last linear layer, while training"
     hook = None
-    def __init__(self, p:float=0.2): self.p = p     # share of the inputs dropped
+    def __init__(self, p:float=0.2): self.p = p  # share of the inputs dropped
     def before_fit(self):
-        self.after_fit()                            # what an interrupted run may have left
+        self.after_fit()                         # what an interrupted run may have left
         layers = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
-        if not layers: raise ValueError("dropout needs a linear layer in the model: there is none, train without")
+        if not layers:
+            raise ValueError("dropout needs a linear layer in the model: there is none, train without")
         self.hook = layers[-1].register_forward_pre_hook(lambda m,args: (F.dropout(args[0], self.p, m.training),))
     def after_fit(self):
         if self.hook: self.hook.remove()
@@ -167,10 +177,12 @@ class BatchAugment(Callback):
         erase:float=0.            # chance that a rectangle of an image is erased
     ):
         if rand_augment is not None:
-            rand_augment = [whole(n, 'rand_augment', most=30) for n in sequence(rand_augment, 'rand_augment', '(2, 9)')]
+            rand_augment = [whole(n, 'rand_augment', most=30)
+                            for n in sequence(rand_augment, 'rand_augment', '(2, 9)')]
             if len(rand_augment) != 2: raise ValueError(
                 f"rand_augment must be a number of operations and a magnitude, such as (2, 9); got {rand_augment!r}")
-        self.rand_augment,self.erase = rand_augment,v2.RandomErasing(p=erase, value='random')
+        self.rand_augment,self.erase = rand_augment,v2.RandomErasing(p=erase,
+                                                                     value='random')
         self.augment = v2.RandAugment(*rand_augment) if rand_augment else nn.Identity()
 
     def before_batch(self): self.learn.xb = (self.augmented(self.xb[0]), *self.xb[1:])
@@ -188,7 +200,9 @@ class RetrainLearner(ResumableLearner):
 
 def _draw_weights(model, seed):
     "Draw the weights of `model` anew"
-    own = {n or type(m).__name__:m for n,m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+    own = {n or type(m).__name__:m
+           for n,m in model.named_modules() if any(True
+                                                   for _ in m.parameters(recurse=False))}
     if odd := [n for n,m in own.items() if not hasattr(m, 'reset_parameters')]: raise ValueError(
         f"cannot draw fresh weights for {', '.join(odd)}, which have no `reset_parameters`: "
         "initialize the model yourself and pass weights='inherit'")
@@ -205,19 +219,19 @@ def _smoothed_loss(dls, smoothing):
 
 # %% ../nbs/38_retrain.ipynb #433e4465
 def retrain_learner(
-    dls,                        # `DataLoaders`
-    model:nn.Module,            # the network, such as `learn.subnet(arch)`; trained in place
-    weights:str='fresh',        # draw 'fresh' weights, as the paper does, or 'inherit' those that `model` has
-    wd:float=1e-5,              # weight decay; norms and biases have none
-    ema:float=0.9999,           # decay of the average of the weights; 0 for no average
-    smoothing:float=0.1,        # label smoothing, for cross-entropy that you have not chosen yourself
-    dropout:float=0.,           # share of inputs dropped before the last linear layer
-    rand_augment:tuple=None,    # operations and magnitude of RandAugment, such as (2, 9)
-    erase:float=0.,             # chance that a part of an image is erased
-    seed:int=0,                 # decides fresh weights, order of images, augmentation and dropout
-    loss_func=None,             # loss; cross-entropy with label smoothing, or that of the data, if `None`
-    metrics=None,               # metrics; accuracy for classification if `None`
-    cbs=None,                   # more callbacks
+    dls,                      # DataLoaders
+    model:nn.Module,          # the network, such as learn.subnet(arch); trained in place
+    weights:str='fresh',      # draw 'fresh' weights, as the paper does, or 'inherit' those that model has
+    wd:float=1e-5,            # weight decay; norms and biases have none
+    ema:float=0.9999,         # decay of the average of the weights; 0 for no average
+    smoothing:float=0.1,      # label smoothing, for cross-entropy that you have not chosen yourself
+    dropout:float=0.,         # share of inputs dropped before the last linear layer
+    rand_augment:tuple=None,  # operations and magnitude of RandAugment, such as (2, 9)
+    erase:float=0.,           # chance that a part of an image is erased
+    seed:int=0,               # decides fresh weights, order of images, augmentation and dropout
+    loss_func=None,           # loss; cross-entropy with label smoothing, or that of the data, if None
+    metrics=None,             # metrics; accuracy for classification if None
+    cbs=None,                 # more callbacks
     **kwargs
 ) -> RetrainLearner:
     "A learner that trains `model` with the paper's recipe, see `fit_retrain`; `kwargs` go to `Learner`"
@@ -235,10 +249,14 @@ def retrain_learner(
     classes = CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat, nn.CrossEntropyLoss
     if metrics is None and isinstance(loss_func, classes): metrics = accuracy
     if weights == 'fresh': _draw_weights(model, seed)
-    model.in_shape = tuple(dls.valid.one_batch()[0].shape[1:])                  # for those who export it
-    learn = RetrainLearner(dls, model, loss_func=loss_func, opt_func=partial(rmsprop_opt, wd=wd),
-                           splitter=decay_splitter, metrics=metrics, cbs=ours+L(cbs), **kwargs)
-    learn.recipe = dict(weights=weights, **shares, rand_augment=augment.rand_augment, seed=seed,
+    # for those who export it
+    model.in_shape = tuple(dls.valid.one_batch()[0].shape[1:])
+    learn = RetrainLearner(dls, model, loss_func=loss_func,
+                           opt_func=partial(rmsprop_opt, wd=wd),
+                           splitter=decay_splitter, metrics=metrics,
+                           cbs=ours+L(cbs), **kwargs)
+    learn.recipe = dict(weights=weights, **shares,
+                        rand_augment=augment.rand_augment, seed=seed,
                         loss=type(loss_func).__name__, start=fingerprint(model))
     return learn
 
@@ -247,48 +265,54 @@ class _Saver(SaveCheckpoints):
     "Also keeps the weights behind the averages and what was recorded, and begins with them"
     def more(self):
         ema,rec,smooth = self.learn.weight_ema,self.recorder,self.recorder.smooth_loss
-        return dict(weights=ema.away, t=ema.t, values=[[float(v) for v in vs] for vs in rec.values],
-                    losses=[float(o) for o in rec.losses], lrs=[float(o) for o in rec.lrs], iters=list(rec.iters),
+        return dict(weights=ema.away, t=ema.t,
+                    values=[[float(v) for v in vs] for vs in rec.values],
+                    losses=[float(o) for o in rec.losses],
+                    lrs=[float(o) for o in rec.lrs], iters=list(rec.iters),
                     smooth=[float(smooth.val), smooth.count])
 
     def before_fit(self):
         super().before_fit()
         if not self.state: return
         ema,more = self.learn.weight_ema,self.state['more']
-        ema.t = more['t']                               # it has taken the averages from the model
+        ema.t = more['t']             # it has taken the averages from the model
         for n,v in ema.tensors().items(): v.data.copy_(more['weights'][n])
         self.recall(self.learn.recorder)
 
     def recall(self, rec):
         "Let `rec` have what was recorded"
         more,smooth = self.state['more'],rec.smooth_loss
-        rec.values,rec.losses = [L(v) for v in more['values']],[torch.tensor(o) for o in more['losses']]
+        rec.values,rec.losses = [L(v) for v in more['values']],[torch.tensor(o)
+                                                                for o in more['losses']]
         rec.lrs,rec.iters = list(more['lrs']),list(more['iters'])
         smooth.val,smooth.count = torch.tensor(more['smooth'][0]),more['smooth'][1]
 
 # %% ../nbs/38_retrain.ipynb #e807b86a
 @patch
 def fit_retrain(self:RetrainLearner,
-    n_epoch:int,           # epochs, ramp included
-    lr:float=None,         # learning rate at the top of the ramp; `peak_lr` of the batch size if `None`
-    warmup:float=None,     # epochs of the ramp; those of `paper_pace` if `None`
-    every:float=None,      # epochs on a step of the stairs; those of `paper_pace` if `None`
-    cbs=None,              # more callbacks
-    checkpoint=None,       # folder for checkpoints; if there are some of this run, it goes on from the newest
-    keep:int=3             # how many to keep
+    n_epoch:int,        # epochs, ramp included
+    lr:float=None,      # learning rate at the top of the ramp; peak_lr of the batch size if None
+    warmup:float=None,  # epochs of the ramp; those of paper_pace if None
+    every:float=None,   # epochs on a step of the stairs; those of paper_pace if None
+    cbs=None,           # more callbacks
+    checkpoint=None,    # folder for checkpoints; if there are some of this run, it goes on from the newest
+    keep:int=3          # how many to keep
 ):
     "Train for `n_epoch` epochs with the paper's schedule; the model ends with averaged weights"
     n_epoch,bs = whole(n_epoch, 'n_epoch', 1),self.dls.train.bs*(num_distrib() or 1)
     lr = peak_lr(bs) if lr is None else float(number(lr, 'lr', least=0))
-    given = {k:float(number(v, k, least=0)) for k,v in dict(warmup=warmup, every=every).items() if v is not None}
+    given = {k:float(number(v, k, least=0))
+             for k,v in dict(warmup=warmup, every=every).items() if v is not None}
     pace = paper_pace(n_epoch) | given
     sched = ParamScheduler({'lr': ramp_stairs(n_epoch, lr, **pace)})
     self.create_opt()
     saver = None
     if checkpoint is not None:
-        config = dict(n_epoch=n_epoch, lr=lr, **pace, bs=bs, images=len(self.dls.train_ds), **self.recipe)
+        config = dict(n_epoch=n_epoch, lr=lr, **pace, bs=bs,
+                      images=len(self.dls.train_ds), **self.recipe)
         saver = _Saver(checkpoint, config, keep, item_ids(self.dls))
         saver.load(self)
-    if not self.fit_rest(n_epoch, lr, saver, cbs=[sched, *L(cbs)]):     # finished before: as it was at its end
+    # finished before: as it was at its end
+    if not self.fit_rest(n_epoch, lr, saver, cbs=[sched, *L(cbs)]):
         self.recorder.before_fit()
         saver.recall(self.recorder)

@@ -20,10 +20,12 @@ def uniforms(
     size:int            # how many numbers in a row
 ) -> np.ndarray:        # (n, size)
     "Rows `start` to `start+n` of an endless table of random numbers in [0,1)"
-    key = np.random.SeedSequence(seed, spawn_key=tuple(stream)).generate_state(2, np.uint64)
+    seeds = np.random.SeedSequence(seed, spawn_key=tuple(stream))
+    key = seeds.generate_state(2, np.uint64)
     blocks = -(-size//4)
-    words = np.random.Philox(key=key, counter=start*blocks).random_raw(n*blocks*4).reshape(n, blocks*4)
-    return (words[:,:size] >> np.uint64(11)) * 2.**-53      # the upper 53 bits, as many as a float64 holds
+    philox = np.random.Philox(key=key, counter=start*blocks)
+    words = philox.random_raw(n*blocks*4).reshape(n, blocks*4)
+    return (words[:,:size] >> np.uint64(11)) * 2.**-53  # 53 bits fit into a float64
 
 # %% ../nbs/14_sample.ipynb #85bb1076
 def uniform_stream(
@@ -33,7 +35,8 @@ def uniform_stream(
     n:int         # how many rows
 ) -> np.ndarray:  # (n, genes), int64
     "Every architecture with the same chance"
-    return (uniforms(seed, b'uniform', start, n, len(counts))*counts).astype(np.int64)  # a ∈ A of L_train, eq. eq1
+    u = uniforms(seed, b'uniform', start, n, len(counts))
+    return (u*counts).astype(np.int64)  # a ∈ A of L_train, eq. eq1
 
 # %% ../nbs/14_sample.ipynb #e1c29dee
 def fair_stream(
@@ -45,7 +48,7 @@ def fair_stream(
     "Every choice of a layer once in each round"
     res = np.empty((n, len(counts)), dtype=np.int64)
     for gene,count in enumerate(counts):
-        first,end = start//count,-(-(start+n)//count)       # the rounds we need: from `first` up to `end`
+        first,end = start//count,-(-(start+n)//count)       # the rounds we need
         rounds = uniforms(seed, (*b'fair', gene), first, end-first, count).argsort(1)
         res[:,gene] = rounds.ravel()[start-first*count:][:n]
     return res
@@ -53,18 +56,22 @@ def fair_stream(
 # %% ../nbs/14_sample.ipynb #e4e02b37
 @lru_cache(maxsize=4)
 def _cost_chances(cost, bands=16, steps=2048):
-    "The steps each choice costs; and, added up, the chances of each total, and of each choice given the steps left"
+    "Steps of choices; summed chances of totals, and of choices given the steps left"
     spread = sum(max(c) - min(c) for c in cost)
-    units = [np.rint((np.array(c) - min(c)) / (spread or 1) * steps).astype(int) for c in cost]
-    n = 1 + sum(u.max() for u in units)                                           # totals run from 0 to n-1
-    left,choices = np.eye(1, n)[0],[]                                             # P_G(r) = [r = 0]
+    def in_steps(c): return np.rint((np.array(c) - min(c))/(spread or 1)*steps)
+    units = [in_steps(c).astype(int) for c in cost]                  # s_{l,i}
+    n = 1 + sum(u.max() for u in units)  # totals: 0 to n-1
+    left,choices = np.eye(1, n)[0],[]  # P_G(r) = [r = 0]
     for u in reversed(units):
-        ways = np.stack([np.pad(left, (s, 0))[:n] for s in u], 1).cumsum(1)  # the summands P_{l+1}(r - s_i), added up
-        left = ways[:,-1] / len(u)                                                # P_l(r)
-        choices.insert(0, np.divide(ways, ways[:,-1:], out=np.ones_like(ways), where=ways[:,-1:] > 0))
+        ways = np.stack([np.pad(left, (s, 0))[:n] for s in u], 1).cumsum(1)
+        total = ways[:,-1:]  # Σ_i P_{l+1}(r - s_i)
+        left = total[:,0]/len(u)                                     # P_l(r)
+        shares = np.divide(ways, total, out=np.ones_like(ways), where=total > 0)
+        choices.insert(0, shares)
     band = np.minimum(np.arange(n)*bands // max(n-1, 1), bands-1)
     share = np.bincount(band, left)[band]
-    totals = np.divide(left, share, out=np.zeros(n), where=share > 0).cumsum()    # B·q(r), added up
+    # B·q(r)
+    totals = np.divide(left, share, out=np.zeros(n), where=share > 0).cumsum()
     return units, totals/totals[-1], choices
 
 # %% ../nbs/14_sample.ipynb #fcc594c9
@@ -89,10 +96,11 @@ def balanced_stream(
     start:int,   # where in the stream to begin
     n:int        # how many rows
 ) -> np.ndarray: # (n, genes), int64
-    "Every cost band with the same chance, then every architecture in it with the same chance"
+    "Every cost band with the same chance, then every architecture in it"
     units,totals,choices = _cost_chances(cost)
     u = uniforms(seed, b'balanced', start, n, 1 + len(units)).T
-    left,res = totals.searchsorted(u[0], side='right'),np.empty((n, len(units)), dtype=np.int64)
+    left = totals.searchsorted(u[0], side='right')          # r, drawn from q
+    res = np.empty((n, len(units)), dtype=np.int64)
     for gene,(unit,chances) in enumerate(zip(units, choices)):
         res[:,gene] = (u[gene+1,:,None] >= chances[left]).sum(1)
         left -= unit[res[:,gene]]
@@ -102,7 +110,7 @@ def balanced_stream(
 def cross_index(
     a:np.ndarray, # some parents, (n, genes), int64
     b:np.ndarray, # the other parents
-    uniform:Callable # gives random numbers in [0,1) of a shape, such as a numpy generator's random
+    uniform:Callable # from a shape to random numbers in [0,1)
 ) -> np.ndarray:  # (n, genes)
     "Children that take each choice from either parent, with the same chance"
     return np.where(uniform(a.shape) < 0.5, a, b)
@@ -112,10 +120,10 @@ def mutate_index(
     x:np.ndarray, # the parents, (n, genes), int64
     counts:tuple, # how many choices each gene has
     n_ops:int,    # that many genes are ops, the rest are widths
-    uniform:Callable, # gives random numbers in [0,1) of a shape, such as a numpy generator's random
+    uniform:Callable, # from a shape to random numbers in [0,1)
     p:float=0.1   # the chance of each choice to change
 ) -> np.ndarray:  # (n, genes)
-    "Each row with at least one choice changed, if there is another: ops jump anywhere, widths step to a neighbour"
+    "Change at least one choice of each row: ops jump anywhere, widths step by one"
     counts = np.asarray(counts)
     free = counts > 1
     change = (uniform(x.shape) < p) & free

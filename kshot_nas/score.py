@@ -31,7 +31,7 @@ from .supernet import Supernet
 # %% ../nbs/36_score.ipynb #c431044c
 class KShotLearner(ResumableLearner):
     "A `Learner` for a K-shot supernet"
-    best_arch = None                             # the best architecture that a search has found
+    best_arch = None             # the best architecture that a search has found
     @property
     def net(self) -> Supernet: return self.model.net
     @property
@@ -39,7 +39,7 @@ class KShotLearner(ResumableLearner):
     @property
     def space(self): return self.net.space
 
-    def __getstate__(self):                 # the images kept for evaluation stay here
+    def __getstate__(self):           # the images kept for evaluation stay here
         return {k:v for k,v in super().__getstate__().items() if k != '_kept'}
 
 # %% ../nbs/36_score.ipynb #4828c289
@@ -90,7 +90,8 @@ def eval_arch(self:KShotLearner,
         self._refuse_single_images()
         running = [m for m in self.net.norms if m.running_mean is not None]
         with torch.inference_mode(), self.net.frozen() if running else nullcontext(), self.net.use(arch, lam):
-            for m in running: m.train()                         # the batch's statistics, and copies of the running ones
+            # the batch's statistics, and copies of the running ones
+            for m in running: m.train()
             return self._measure(self.net)
     finally:
         self.model.train(training)
@@ -107,7 +108,8 @@ def _measure(self:KShotLearner, model) -> dict:
         self.loss = self.loss_func(self.pred, yb)
         for m in mets: m.accumulate(self)
     res = dict(zip(['loss', *mets[1:].attrgot('name')], (float(m.value) for m in mets)))
-    if np.isnan(res['loss']): return dict.fromkeys(res, float('nan'))       # to a metric, NaN may look like some class
+    # to a metric, NaN may look like some class
+    if np.isnan(res['loss']): return dict.fromkeys(res, float('nan'))
     return res
 
 @patch
@@ -136,7 +138,8 @@ def eval_archs(self:KShotLearner,
 @patch
 def _adapt(self:KShotLearner, model, n, lr):
     "Train a plain network for `n` steps, on the batches that everybody gets"
-    opt = torch.optim.SGD(model.train().parameters(), lr=lr, momentum=0.9, nesterov=True)
+    opt = torch.optim.SGD(model.train().parameters(), lr=lr, momentum=0.9,
+                          nesterov=True)
     sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, n)
     for *xb,yb in islice(cycle(self.batches(0, n)), n):
         opt.zero_grad()
@@ -154,7 +157,8 @@ def subnet(self:KShotLearner,
 ) -> nn.Module:
     "The plain network of `arch`"
     if weights != 'inherit': return self.net.subnet(arch, weights=weights)
-    return self.net.subnet(arch, self.code(arch) if lam is None else lam, data=self._stats_batches(n_stats))
+    return self.net.subnet(arch, self.code(arch) if lam is None else lam,
+                           data=self._stats_batches(n_stats))
 
 # %% ../nbs/36_score.ipynb #0b6adbc6
 @patch

@@ -23,14 +23,16 @@ from .sample import cross_index, mutate_index
 # %% ../nbs/31_search.ipynb #e333d8b1
 class ArchCrossover(Crossover):
     "A child takes each choice from either parent"
-    def __init__(self, prob=0.5): super().__init__(n_parents=2, n_offsprings=1, prob=prob)
+    def __init__(self, prob=0.5):
+        super().__init__(n_parents=2, n_offsprings=1, prob=prob)
     def _do(self, problem, X, *args, random_state=None, **kwargs):
         return cross_index(*X.astype(np.int64), random_state.random)[None]
 
 class ArchMutation(Mutation):
     "A tenth of the choices change, at least one: ops jump anywhere, widths step to a neighbour"
     def _do(self, problem, X, *args, random_state=None, **kwargs):
-        return mutate_index(X.astype(np.int64), problem.space.counts, len(problem.space.ops), random_state.random)
+        return mutate_index(X.astype(np.int64), problem.space.counts,
+                            len(problem.space.ops), random_state.random)
 
 # %% ../nbs/31_search.ipynb #e1b01ca8
 class PymooProblem(Problem):
@@ -40,7 +42,8 @@ class PymooProblem(Problem):
         self.run,self.space = run,problem.space
         self.columns = {problem.metric: -problem.sign}
         if problem.objective == 'pareto': self.columns[problem.cost] = 1
-        super().__init__(n_var=len(self.space.counts), n_obj=len(self.columns), n_ieq_constr=2*len(problem.limits) + 1,
+        super().__init__(n_var=len(self.space.counts), n_obj=len(self.columns),
+                         n_ieq_constr=2*len(problem.limits) + 1,
                          xl=0, xu=np.array(self.space.counts)-1, vtype=int)
 
     def archs(self, pop:Population) -> list:
@@ -50,7 +53,8 @@ class PymooProblem(Problem):
     def _evaluate(self, X, out, *args, **kwargs):
         archs = self.space.from_index(X.astype(np.int64))
         G = self.run.problem.excess(archs)
-        self.run.score([a for a,g in zip(archs, G) if (g <= 0).all()])      # nothing outside of the limits is evaluated
+        # nothing outside of the limits is evaluated
+        self.run.score([a for a,g in zip(archs, G) if (g <= 0).all()])
         records = [self.run.records.get(a) for a in archs]
         failed = [bool(r and r['failure']) for r in records]
         def F(record, failed):
@@ -72,7 +76,8 @@ class NewAndAffordable(DuplicateElimination):
 class PaperNSGA2(NSGA2):
     "NSGA-II with `pop` architectures evaluated and `parents` surviving in every generation, the first one included"
     def __init__(self, problem:PymooProblem, pop:int=50, parents:int=20):
-        super().__init__(pop_size=parents, n_offsprings=pop, crossover=ArchCrossover(), mutation=ArchMutation(),
+        super().__init__(pop_size=parents, n_offsprings=pop,
+                         crossover=ArchCrossover(), mutation=ArchMutation(),
                          eliminate_duplicates=NewAndAffordable(problem))
         self.mating.n_max_iterations = 20
 
@@ -85,19 +90,24 @@ class PaperNSGA2(NSGA2):
     def _initialize_infill(self): return self._fill_up(Population.empty())
 
     def _initialize_advance(self, infills=None, **kwargs):
-        self.pop = self.survival.do(self.problem, infills, n_survive=self.pop_size, algorithm=self,
+        self.pop = self.survival.do(self.problem, infills, n_survive=self.pop_size,
+                                    algorithm=self,
                                     random_state=self.random_state)
 
     def _infill(self):
-        off = self.mating.do(self.problem, self.pop, self.n_offsprings, algorithm=self, random_state=self.random_state)
+        off = self.mating.do(self.problem, self.pop, self.n_offsprings,
+                             algorithm=self, random_state=self.random_state)
         off = self._fill_up(off)
         if len(off): return off
-        self.termination.force_termination = True           # everything there is has been evaluated
+        # everything there is has been evaluated
+        self.termination.force_termination = True
 
 # %% ../nbs/31_search.ipynb #2127b76d
 def _nsga2(run, pop, gens, parents, seed):
     problem = PymooProblem(run)
-    algorithm = PaperNSGA2(problem, pop, parents).setup(problem, termination=('n_gen', gens), seed=seed)
+    algorithm = PaperNSGA2(problem, pop, parents).setup(problem,
+                                                        termination=('n_gen', gens),
+                                                        seed=seed)
     while algorithm.has_next(): algorithm.next()
 
 def _random(run, pop, gens, parents, seed):
@@ -112,14 +122,14 @@ _hows = dict(nsga2=_nsga2, random=_random, all=_everything)
 
 # %% ../nbs/31_search.ipynb #9f48fb68
 def search(
-    problem:ArchProblem,  # what to search; or a learner, of which its `arch_problem` makes one
+    problem:ArchProblem,  # what to search; or a learner, of which its arch_problem makes one
     max_flops:float=None, # at most this many FLOPs
     min_flops:float=None, # and at least this many
     pop:int=50,           # architectures evaluated in a generation
     gens:int=20,          # generations
     parents:int=20,       # architectures that survive a generation
     archive=None,         # a file that keeps all evaluations; if it has some, the search goes on from there
-    workers:int=1,        # processes that evaluate; or else what joblib's `parallel_config` says
+    workers:int=1,        # processes that evaluate; or else what joblib's parallel_config says
     seed:int=0,           # the same seed finds the same architectures
     how:str='nsga2',      # 'nsga2', 'random', or 'all' of a small space
     limits:dict=None,     # more limits: (least, most) by the name of the cost
@@ -130,10 +140,13 @@ def search(
     "Search for the best architecture within the limits; `kwargs` are those of a learner's `arch_problem`"
     one_of(how, 'how', _hows)
     pop,gens,parents,seed = whole(pop, 'pop', 1),whole(gens, 'gens', 1),whole(parents, 'parents', 1),whole(seed, 'seed')
-    if max_flops is not None or min_flops is not None: limits = {'flops': (min_flops, max_flops), **(limits or {})}
+    if max_flops is not None or min_flops is not None:
+        limits = {'flops': (min_flops, max_flops), **(limits or {})}
     problem = _problem_of(problem, kwargs).within(**(limits or {}))
-    problem.draw(1, np.random.default_rng(seed))                        # an error if nothing is within the limits
-    run = Evaluations(problem, archive, workers, seed, retry, _progress(progress, problem, how, pop*gens))
+    # an error if nothing is within the limits
+    problem.draw(1, np.random.default_rng(seed))
+    run = Evaluations(problem, archive, workers, seed, retry,
+                      _progress(progress, problem, how, pop*gens))
     try:
         with run: _hows[how](run, pop, gens, parents, seed)
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ from .sample import (balanced_stream, cost_table, cross_index, fair_stream, muta
 # %% ../nbs/15_space.ipynb #f8f6027e
 @dataclass(frozen=True, order=True)
 class Arch:
-    "One architecture: the op of every layer and the width of every width layer, as indices into a SearchSpace"
+    "One architecture: an op for each layer, a width for each width layer, as indices"
     ops:tuple          # for each layer, the index of its op
     widths:tuple = ()  # for each width layer, the index of its ratio
     def __post_init__(self):
@@ -34,17 +34,20 @@ class Arch:
             if set(map(type, xs)) - {int} or min(xs, default=0) < 0:
                 xs = tuple(whole(x, f'{name}[{i}]') for i,x in enumerate(xs))
             object.__setattr__(self, name, xs)
-        if not self.ops + self.widths: raise ValueError("this Arch is empty; give at least one op or width index")
+        if not self.ops + self.widths:
+            raise ValueError("this Arch is empty; give at least one op or width index")
 
     def __str__(self):
-        return '-'.join(map(str, self.ops)) + ('_' + '-'.join(map(str, self.widths)) if self.widths else '')
+        ops,widths = ('-'.join(map(str, xs)) for xs in (self.ops, self.widths))
+        return f'{ops}_{widths}' if widths else ops
 
     @classmethod
     def parse(cls, s:str) -> 'Arch':
-        "The architecture with the text `s`: op indices joined by `-`, and if there are widths `_` and theirs"
-        if not re.fullmatch('(?=.)(N(-N)*)?(_N(-N)*)?'.replace('N', '(0|[1-9][0-9]{0,17})'), instance(s, 'text', str)):
-            form = "expected op indices such as '3-0-12', or ops and widths such as '3-0-12_4-4-1'"
-            raise ValueError(f"cannot read {s!r}; {form}")
+        "The architecture with the text `s`: 3-0-12 or, with widths, 3-0-12_4-4-1"
+        form = '(?=.)(N(-N)*)?(_N(-N)*)?'.replace('N', '(0|[1-9][0-9]{0,17})')
+        if not re.fullmatch(form, instance(s, 'text', str)): raise ValueError(
+            f"cannot read {s!r}; expected op indices such as '3-0-12', "
+            "or ops and widths such as '3-0-12_4-4-1'")
         return cls(*([int(i) for i in part.split('-') if i] for part in s.split('_')))
 
 # %% ../nbs/15_space.ipynb #b14ca668
@@ -73,15 +76,19 @@ def _describe(kind, layers):
 # %% ../nbs/15_space.ipynb #e86b6c7e
 @dataclass(frozen=True, repr=False)
 class SearchSpace:
-    "All the architectures there are to choose from: the ops of every layer and the widths of every width layer"
+    "All architectures there are: the ops of each layer, the ratios of each width layer"
     ops:tuple          # for each layer, the names of its ops
-    widths:tuple = ()  # for each width layer, its ratios: increasing, above 0, at most 1
+    # for each width layer, its ratios: increasing, above 0, at most 1
+    widths:tuple = ()
     def __post_init__(self):
         ops = sequence(self.ops, 'ops', "[('conv3x3', 'identity')]*5")
         widths = sequence(self.widths, 'widths', '[(0.5, 1.0)]*5')
-        object.__setattr__(self, 'ops',    tuple(_op_names(o, i)     for i,o in enumerate(ops)))
-        object.__setattr__(self, 'widths', tuple(_width_ratios(w, i) for i,w in enumerate(widths)))
-        if not self.counts: raise ValueError("this SearchSpace is empty; give the ops of at least one layer")
+        ops = tuple(_op_names(o, i) for i,o in enumerate(ops))
+        widths = tuple(_width_ratios(w, i) for i,w in enumerate(widths))
+        for name,value in dict(ops=ops, widths=widths).items():
+            object.__setattr__(self, name, value)
+        if not self.counts: raise ValueError(
+            "this SearchSpace is empty; give the ops of at least one layer")
 
     def __repr__(self):
         size = f'{self.size:,}' if self.size < 10**9 else f'{Decimal(self.size):.2e}'
@@ -96,52 +103,59 @@ class SearchSpace:
     @property
     def size(self) -> int:
         "The exact number of architectures"
-        return math.prod(self.counts)  # |A| times |C|: 13^21 · 5^24 in the paper's section "Search on ImageNet"
+        # |A| times |C|: 13^21 · 5^24 in the paper's section "Search on ImageNet"
+        return math.prod(self.counts)
 
 # %% ../nbs/15_space.ipynb #d504d995
 @patch
 def _layer(self:SearchSpace, gene):
-    return f'layer {gene}' if gene < len(self.ops) else f'width layer {gene-len(self.ops)}'
+    n = len(self.ops)
+    return f'layer {gene}' if gene < n else f'width layer {gene-n}'
 
 @patch
 def _check_lengths(self:SearchSpace, ops, widths):
     "Raise an error unless there is one op per layer and one width per width layer"
     if len(ops) == len(self.ops) and len(widths) == len(self.widths): return
     want = f'{len(self.ops)} layers and {len(self.widths)} width layers'
-    raise ValueError(f"got {len(ops)} ops and {len(widths)} widths: {ops}, {widths}; this space has {want}")
+    got = f'{len(ops)} ops and {len(widths)} widths: {ops}, {widths}'
+    raise ValueError(f"got {got}; this space has {want}")
 
 @patch
 def to_index(self:SearchSpace,
-    archs:list|np.ndarray|Tensor  # a list of Arch, or whole numbers of shape (n, layers + width layers)
+    archs:list|np.ndarray|Tensor  # a list of Arch, or whole numbers, a row for each
 ) -> Tensor:
-    "The architectures as an int64 tensor of shape `(n, layers + width layers)`, checked"
+    "The architectures as an int64 tensor of shape (n, layers + width layers), checked"
     n,given = len(self.counts),archs
     if not isinstance(archs, (np.ndarray, Tensor)):
         given = sequence(archs, 'archs', '[Arch((3, 0, 12))]')
         for a in given: self._check_lengths(instance(a, 'arch', Arch).ops, a.widths)
-        archs = np.array([a.ops + a.widths for a in given], dtype=np.int64).reshape(-1, n)
+        rows = [a.ops + a.widths for a in given]
+        archs = np.array(rows, dtype=np.int64).reshape(-1, n)
     index = torch.as_tensor(archs).cpu()
-    if index.ndim != 2 or index.shape[1] != n or not torch.can_cast(index.dtype, torch.int64):
-        got = f'{index.dtype} of shape {tuple(index.shape)}'
-        raise ValueError(f"an index of this space is whole numbers of shape (n, {n}); got {got}")
+    whole_numbers = torch.can_cast(index.dtype, torch.int64)
+    if index.ndim != 2 or index.shape[1] != n or not whole_numbers: raise ValueError(
+        f"an index of this space is whole numbers of shape (n, {n}); "
+        f"got {index.dtype} of shape {tuple(index.shape)}")
     index = index.long()
     bad = (index < 0) | (index >= tensor(self.counts))
-    if bad.any():
-        row,gene = bad.nonzero()[0].tolist()
-        whose,choices = given[row] if isinstance(given, tuple) else f'row {row}',(self.ops + self.widths)[gene]
-        allowed = f"0 to {len(choices)-1} ({', '.join(map(str, choices))})"
-        raise ValueError(f"{whose} has index {index[row,gene]} in {self._layer(gene)}; allowed are {allowed}")
-    return index
+    if not bad.any(): return index
+    row,gene = bad.nonzero()[0].tolist()
+    whose = given[row] if isinstance(given, tuple) else f'row {row}'
+    choices = (self.ops + self.widths)[gene]
+    allowed = f"0 to {len(choices)-1} ({', '.join(map(str, choices))})"
+    where = f'index {index[row,gene]} in {self._layer(gene)}'
+    raise ValueError(f"{whose} has {where}; allowed are {allowed}")
 
 # %% ../nbs/15_space.ipynb #1fb2b517
 @patch
 def check(self:SearchSpace, arch:Arch) -> Arch:
-    "`arch` itself if it belongs to the space; otherwise a `ValueError` that says where it does not"
+    "`arch` itself, if it belongs to the space; else an error that says why not"
     self.to_index([arch])
     return arch
 
 @patch
-def _arch(self:SearchSpace, genes): return Arch(genes[:len(self.ops)], genes[len(self.ops):])
+def _arch(self:SearchSpace, genes):
+    return Arch(genes[:len(self.ops)], genes[len(self.ops):])
 
 @patch
 def from_index(self:SearchSpace, index:np.ndarray|Tensor) -> list:
@@ -153,13 +167,15 @@ def from_index(self:SearchSpace, index:np.ndarray|Tensor) -> list:
 def names(self:SearchSpace, arch:Arch) -> dict:
     "What `arch` stands for: its op names under `'ops'` and its ratios under `'widths'`"
     self.check(arch)
-    return dict(ops=[o[i] for o,i in zip(self.ops, arch.ops)], widths=[w[i] for w,i in zip(self.widths, arch.widths)])
+    def pick(choices, indices): return [c[i] for c,i in zip(choices, indices)]
+    return dict(ops=pick(self.ops, arch.ops), widths=pick(self.widths, arch.widths))
 
 def _find(x, choices):
-    "Where `x` is among `choices`, None if it is not; a ratio may have been through float32"
+    "Where `x` is among `choices`, if it is; a ratio may have been through float32"
     if x in choices: return choices.index(x)
     if not isinstance(x, Real): return None
-    return next((i for i,c in enumerate(choices) if isinstance(c, float) and math.isclose(x, c, rel_tol=1e-6)), None)
+    def near(c): return isinstance(c, float) and math.isclose(x, c, rel_tol=1e-6)
+    return next((i for i,c in enumerate(choices) if near(c)), None)
 
 @patch
 def arch(self:SearchSpace,
@@ -175,7 +191,8 @@ def arch(self:SearchSpace,
     if None in genes:
         gene = genes.index(None)
         allowed = ', '.join(map(str, choices[gene]))
-        raise ValueError(f"there is no {(ops + widths)[gene]!r} in {self._layer(gene)}; allowed are {allowed}")
+        missing = f'{(ops + widths)[gene]!r} in {self._layer(gene)}'
+        raise ValueError(f"there is no {missing}; allowed are {allowed}")
     return self._arch(genes)
 
 # %% ../nbs/15_space.ipynb #283753f1
@@ -219,22 +236,25 @@ def _offsets(counts):
 def _one_hot(index, counts):
     "Rows of zeros with a one for each index"
     res,offsets = torch.zeros(len(index), sum(counts)),_offsets(counts)
-    for rows,idx in zip(res.split(8192), index.split(8192)): rows.scatter_(1, idx + offsets, 1.)
+    for rows,idx in zip(res.split(8192), index.split(8192)):
+        rows.scatter_(1, idx + offsets, 1.)
     return res
 
 @patch
 def encode(self:SearchSpace,
     archs:list|np.ndarray|Tensor  # a list of Arch, or an index
 ) -> tuple:
-    "Two float32 one-hot tensors: the ops, `(n, sum of op counts)`, and the widths, `(n, sum of width counts)`"
-    index,n = self.to_index(archs),len(self.ops)                 # a and c of π(a, c; σ), eq. train_channels
-    return _one_hot(index[:,:n], self.counts[:n]),_one_hot(index[:,n:], self.counts[n:])
+    "Two one-hot tensors: the ops, (n, sum of op counts), and the widths likewise"
+    # a and c of π(a, c; σ), eq. train_channels
+    index,n = self.to_index(archs),len(self.ops)
+    ops,widths = index[:,:n],index[:,n:]
+    return _one_hot(ops, self.counts[:n]),_one_hot(widths, self.counts[n:])
 
 @patch
 def ratios(self:SearchSpace,
     archs:list|np.ndarray|Tensor  # a list of Arch, or an index
 ) -> Tensor:
-    "The width ratios of each architecture: float32 of shape `(n, width layers)`"
+    "The width ratios of each architecture: float32 of shape (n, width layers)"
     n = len(self.ops)
     flat = tensor(list(chain(*self.widths)), dtype=torch.float32)
     return flat[self.to_index(archs)[:,n:] + _offsets(self.counts[n:])]
@@ -261,20 +281,22 @@ def decode(self:SearchSpace,
 def sample(self:SearchSpace,
     n:int=1,             # how many architectures
     seed:int=None,       # which stream; None takes a fresh one each time
-    how:str='uniform',   # 'uniform', 'fair' (each choice once per round) or 'balanced' (every cost band alike)
-    start:int=0,         # where in the stream to begin: sample(1, seed, start=5)[0] is sample(10, seed)[5]
-    cost:Iterable=None,  # for 'balanced': for each layer one number per op, then for each width layer one per ratio
-    as_index:bool=False  # return an index, (n, layers + width layers), instead of a list of Arch
+    how:str='uniform',   # 'uniform', 'fair' or 'balanced'
+    start:int=0,         # where in the stream to begin
+    cost:Iterable=None,  # for 'balanced': what each choice costs, a row for each layer
+    as_index:bool=False  # return an index instead of a list of Arch
 ) -> list|Tensor:
-    "Architectures `start` to `start+n` of the endless stream that belongs to `seed` and `how`"
+    "Architectures `start` to `start+n` of the endless stream of `seed` and `how`"
     n,start = whole(n, 'n'),whole(start, 'start', most=10**60)
     streams = dict(uniform=uniform_stream, fair=fair_stream, balanced=balanced_stream)
     stream = streams[one_of(how, 'how', streams)]
-    if how != 'balanced' and cost is not None: raise ValueError(f"how={how!r} takes no cost; use how='balanced'")
+    if how != 'balanced' and cost is not None:
+        raise ValueError(f"how={how!r} takes no cost; use how='balanced'")
     choices = cost_table(cost, self.counts) if how == 'balanced' else self.counts
     seed = np.random.SeedSequence().entropy if seed is None else whole(seed, 'seed')
-    parts = [stream(choices, seed, start+i, min(8192, n-i)) for i in range(0, max(n, 1), 8192)]
-    index = torch.from_numpy(np.concatenate(parts))
+    def part(i): return stream(choices, seed, start+i, min(8192, n-i))
+    parts = map(part, range(0, max(n, 1), 8192))
+    index = torch.from_numpy(np.concatenate(list(parts)))
     return index if as_index else self.from_index(index)
 
 # %% ../nbs/15_space.ipynb #70061efc
@@ -282,12 +304,13 @@ def sample(self:SearchSpace,
 def mutate(self:SearchSpace,
     arch:Arch,      # the parent
     p:float=0.1,    # the chance of each choice to change
-    seed:int=None   # the same seed gives the same mutant; None a fresh one each time
+    seed:int=None  # the same seed gives the same mutant; None a fresh one each time
 ) -> Arch:
-    "`arch` with at least one choice changed, if there is another: ops jump anywhere, widths step to a neighbour"
+    "`arch` with at least one choice changed: ops jump anywhere, widths step by one"
     number(p, 'p', least=0, most=1)
     uniform = np.random.default_rng(seed).random
-    return self._arch(mutate_index(self.to_index([arch]).numpy(), self.counts, len(self.ops), uniform, p)[0])
+    index = self.to_index([arch]).numpy()
+    return self._arch(mutate_index(index, self.counts, len(self.ops), uniform, p)[0])
 
 @patch
 def crossover(self:SearchSpace,
@@ -303,7 +326,8 @@ def crossover(self:SearchSpace,
 @patch
 def __iter__(self:SearchSpace) -> Iterator:
     "Every architecture once, in lexicographic order"
-    if self.size > 10**7: raise ValueError(f"{self.size} architectures are too many to walk through; use `sample`")
+    if self.size > 10**7: raise ValueError(
+        f"{self.size} architectures are too many to walk through; use `sample`")
     return map(self._arch, product(*map(range, self.counts)))
 
 @patch
@@ -311,12 +335,13 @@ def __array_eq__(self:SearchSpace, other) -> bool: return self == other
 
 @patch
 def to_json(self:SearchSpace) -> str:
-    "The space as JSON: the op names of every layer under `ops`, the ratios under `widths`"
+    "The space as JSON: the op names under ops, the ratios under widths"
     return json.dumps(dict(ops=self.ops, widths=self.widths))
 
 @patch(cls_method=True)
 def from_json(cls:SearchSpace, s:str) -> SearchSpace:
     "The space that the JSON text `s` describes"
-    form = 'expected JSON such as {"ops": [["conv3x3", "identity"]], "widths": [[0.5, 1.0]]}'
+    form = '{"ops": [["conv3x3", "identity"]], "widths": [[0.5, 1.0]]}'
     try: return cls(**json.loads(s))
-    except (TypeError, ValueError) as e: raise ValueError(f"cannot read {s!r:.200}: {e}; {form}") from None
+    except (TypeError, ValueError) as e: raise ValueError(
+        f"cannot read {s!r:.200}: {e}; expected JSON such as {form}") from None

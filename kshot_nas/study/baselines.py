@@ -45,8 +45,10 @@ def ensemble_scores(
     how:str='avg'   # 'avg': mean of what they say; 'max': the one that is most certain
 ) -> dict:          # 'accuracy' and 'loss'
     "Accuracy and loss of `arch` in the vote of several supernets"
-    p = torch.stack([probabilities(l, arch) for l in learners])     # (supernets, inputs, classes)
-    vote = p.mean(0) if how == 'avg' else p.amax(0)                 # the most certain has the largest entry
+    # (supernets, inputs, classes)
+    p = torch.stack([probabilities(l, arch) for l in learners])
+    # the most certain has the largest entry
+    vote = p.mean(0) if how == 'avg' else p.amax(0)
     y = torch.cat([y for *_,y in learners[0].batches(1)])
     loss = -(vote/vote.sum(1, keepdim=True))[range(len(y)),y].log().mean()
     return dict(accuracy=(vote.argmax(-1) == y).float().mean().item(), loss=loss.item())
@@ -59,32 +61,40 @@ def train_run(
     archs:list,  # architectures to evaluate
     n_nets:int=8, # supernets in an ensemble
     checkpoint=None # folder to go on from if training is stopped; not for ensembles
-) -> dict:       # 'pred' and 'loss', accuracy and loss of each of archs, and what all this took
+) -> dict:  # 'pred' and 'loss', accuracy and loss of each of archs, and what all this took
     "Train a supernet and evaluate `archs` with it"
     if 'alone' in run: return _alone(bench, run['alone'], seed, archs)
     kw = bench.settings | run
-    how,fit = kw.pop('ensemble', None),{n:kw.pop(n) for n in ('n_epoch', 'lr', 'codes_scale', 'wd') if n in kw}
+    how,fit = kw.pop('ensemble', None),{n:kw.pop(n)
+                                        for n in ('n_epoch', 'lr', 'codes_scale', 'wd') if n in kw}
     adapts,rate = kw.pop('adapt', ()),{n:kw.pop(n) for n in ('adapt_lr',) if n in kw}
     start,learners = time.perf_counter(),[]
     for i in range(n_nets if how else 1):
-        learners.append(learn := kshot_learner(bench.dls(), bench.supernet, seed=seed + 1000*i, **kw))
-        with learn.no_bar(), learn.no_logging(): learn.fit_kshot(**fit, checkpoint=None if how else checkpoint)
+        learners.append(learn := kshot_learner(bench.dls(), bench.supernet,
+                                               seed=seed + 1000*i, **kw))
+        with learn.no_bar(), learn.no_logging():
+            learn.fit_kshot(**fit, checkpoint=None if how else checkpoint)
     trained = time.perf_counter()
     if how: scores = pd.DataFrame([ensemble_scores(learners, a, how) for a in archs])
     else:   scores = learn.eval_archs(archs, progress=False)
     steps = [s[1] for l in learners for s in l.code_recorder.steps]
-    cost = dict(updates=len(steps) - steps.count('codes'), images=len(steps)*learn.dls.train.bs,
+    cost = dict(updates=len(steps) - steps.count('codes'),
+                images=len(steps)*learn.dls.train.bs,
                 seconds=trained-start, search_seconds=time.perf_counter()-trained)
     spread = float(learn.code_recorder.spread)
     adapted = {n:learn.eval_archs(archs, progress=False, adapt=n, **rate).to_dict('list') for n in adapts}
-    return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(), spread=spread, adapted=adapted, **cost)
+    return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(),
+                spread=spread, adapted=adapted, **cost)
 
 def _alone(bench, n_epoch, seed, archs) -> dict:
     "Train every architecture from scratch for `n_epoch` epochs, with a seed that the truth has not seen"
     start,n = time.perf_counter(),bench.sizes['train']*n_epoch*len(archs)
-    got = pd.DataFrame([bench.train_alone(a, 1000+seed, n_epoch=n_epoch) for a in archs])
-    cost = dict(updates=n//bench.recipe['bs'], images=n, seconds=0., search_seconds=time.perf_counter()-start)
-    return dict(pred=(got.valid/bench.sizes['valid']).tolist(), loss=got.loss.tolist(), spread=0., **cost)
+    got = pd.DataFrame([bench.train_alone(a, 1000+seed, n_epoch=n_epoch)
+                        for a in archs])
+    cost = dict(updates=n//bench.recipe['bs'], images=n, seconds=0.,
+                search_seconds=time.perf_counter()-start)
+    return dict(pred=(got.valid/bench.sizes['valid']).tolist(),
+                loss=got.loss.tolist(), spread=0., **cost)
 
 # %% ../../nbs/study/49_baselines.ipynb #74addbd6
 def ablate(
@@ -96,16 +106,19 @@ def ablate(
     archs:list=None,     # architectures to rank; all of the bench if None
     progress:bool=True,  # show a bar?
     checkpoints:bool=False  # go on within a supernet, too, if stopped?
-) -> pd.DataFrame:       # a row for each run and seed: how well it ranks, and what it cost
+) -> pd.DataFrame:  # a row for each run and seed: how well it ranks, and what it cost
     "Train all `runs` over `seeds`, and score how they rank the architectures of `bench`"
     for name,run in runs.items(): _check_run(bench, name, run)
     Path(folder).mkdir(parents=True, exist_ok=True)
     archs = bench.archs if archs is None else archs
-    files = {(name,s):_file(folder, bench, name, run, s, archs) for s in seeds for name,run in runs.items()}
-    todo = [(runs[name], s, archs, f) for (name,s),f in files.items() if _read(f) is None]
+    files = {(name,s):_file(folder, bench, name, run, s, archs) for s in seeds
+             for name,run in runs.items()}
+    todo = [(runs[name], s, archs, f)
+            for (name,s),f in files.items() if _read(f) is None]
     run = joblib.Parallel(workers, return_as='generator_unordered')
     done = run(joblib.delayed(_work)(bench, *t, checkpoints) for t in todo)
-    for _ in progress_bar(done, total=len(todo), leave=False) if progress and todo else done: pass
+    for _ in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
+        pass
     return pd.DataFrame([_row(bench, archs, *key, _read(f)) for key,f in files.items()])
 
 def _row(bench, archs, name, seed, result) -> dict:
@@ -113,9 +126,11 @@ def _row(bench, archs, name, seed, result) -> dict:
     pred,loss,adapted = np.array(result.pop('pred')),np.array(result.pop('loss')),result.pop('adapted', {})
     table = bench.report(pred, archs, n_boot=0).table.value['prediction']
     by_loss = bench.report(-loss, archs, n_boot=0).tau
-    after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau for n,o in adapted.items()}
+    after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau
+             for n,o in adapted.items()}
     measures = table[['tau', 'rho', 'high_tau', 'top_k', 'regret']]
-    return dict(run=name, seed=seed, **measures, tau_loss=by_loss, **after, accuracy=pred.mean(), **result)
+    return dict(run=name, seed=seed, **measures, tau_loss=by_loss, **after,
+                accuracy=pred.mean(), **result)
 
 # %% ../../nbs/study/49_baselines.ipynb #13101a5b
 def _file(folder, bench, name, run, seed, archs) -> Path:
@@ -160,7 +175,8 @@ def summary(
     by = df.pivot(index='seed', columns='run', values=what)[list(dict.fromkeys(df.run))]
     diff = by.sub(by[base or by.columns[0]], axis=0)
     columns = 'high_tau','regret','accuracy','spread','updates','images','seconds','search_seconds'
-    table = {what:by.mean(), '±':by.apply(interval), 'difference':diff.mean(), '± ':diff.apply(interval)}
+    table = {what:by.mean(), '±':by.apply(interval), 'difference':diff.mean(),
+             '± ':diff.apply(interval)}
     return pd.DataFrame({**table, 'seeds':by.count()}).join(df.groupby('run')[list(columns)].mean())
 
 # %% ../../nbs/study/49_baselines.ipynb #ee83eb57

@@ -21,7 +21,8 @@ from ..supernet import OpChoice, Supernet
 from ..tiny import tiny_ops, tiny_supernet
 
 # %% ../../nbs/study/47_bench.ipynb #1fefadf0
-_stages,_skip = ((0,1), (2,3), (4,)),tiny_ops.index('skip')         # the layers between two poolings
+# the layers between two poolings
+_stages,_skip = ((0,1), (2,3), (4,)),tiny_ops.index('skip')
 
 class DigitsBench(Bench):
     "Five layers of four operations on noisy handwritten digits"
@@ -43,15 +44,19 @@ class DigitsBench(Bench):
     def make_data(self) -> dict:
         x,y = load_digits(return_X_y=True)
         x,y = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8)/8 - 1,torch.tensor(y)
-        train,valid,test = np.split(np.random.RandomState(0).permutation(1797), (300, 797))
+        train,valid,test = np.split(np.random.RandomState(0).permutation(1797),
+                                    (300, 797))
         parts,rng = dict(train=train, valid=valid, test=np.tile(test, 3)),np.random.RandomState(1)
-        def noise(i): return 0.4*torch.from_numpy(rng.standard_normal((len(i), 1, 8, 8))).float()
+        def noise(i):
+            return 0.4*torch.from_numpy(rng.standard_normal((len(i), 1, 8, 8))).float()
         return {part:(x[i] + noise(i), y[i]) for part,i in parts.items()}
 
     def distinct(self, arch:Arch) -> Arch:
-        order = [l for s in _stages for l in sorted(s, key=lambda l: arch.ops[l] == _skip)]
+        order = [l for s in _stages
+                 for l in sorted(s, key=lambda l: arch.ops[l] == _skip)]
         def width(l): return 0 if arch.ops[l] == _skip else arch.widths[l]
-        return Arch([arch.ops[l] for l in order], [width(l) for l in order] if arch.widths else ())
+        return Arch([arch.ops[l] for l in order],
+                    [width(l) for l in order] if arch.widths else ())
 
     def planned(self) -> list:
         archs = self.net.space.sample(250, seed=0) if self.widths else self.net.space
@@ -64,9 +69,15 @@ class SignalsCell(Cell):
     "The cell of NAS-Bench-201 in one dimension"
     def __init__(self, c:int): # channels
         nn.Module.__init__(self)
-        def conv(ks): return nn.Sequential(nn.ReLU(), nn.Conv1d(c, c, ks, padding=ks//2, bias=False), nn.BatchNorm1d(c))
-        def ops(): return Zero(),nn.Identity(),conv(1),conv(3),nn.AvgPool1d(3, 1, 1, count_include_pad=False)
-        def choice(to, i): return OpChoice(dict(zip(signals_ops, ops())), group=f'{to}<-{i}')
+        def conv(ks):
+            return nn.Sequential(nn.ReLU(),
+                                 nn.Conv1d(c, c, ks, padding=ks//2, bias=False),
+                                 nn.BatchNorm1d(c))
+        def ops():
+            return Zero(),nn.Identity(),conv(1),conv(3),nn.AvgPool1d(3, 1, 1,
+                                                                     count_include_pad=False)
+        def choice(to, i):
+            return OpChoice(dict(zip(signals_ops, ops())), group=f'{to}<-{i}')
         self.edges = nn.ModuleList(choice(*edge) for edge in nb201_edges)
 
 def signals_supernet(
@@ -79,10 +90,13 @@ def signals_supernet(
 ) -> Supernet:
     "One cell in each stage, with all operations on all edges; `kwargs` as for `Supernet`"
     nf = channels[0]
-    layers = [nn.Conv1d(n_in, nf, 3, padding=1, bias=False), nn.BatchNorm1d(nf), SignalsCell(nf)]
+    layers = [nn.Conv1d(n_in, nf, 3, padding=1, bias=False), nn.BatchNorm1d(nf),
+              SignalsCell(nf)]
     for ni,nf in zip(channels, channels[1:]):
-        layers += [nn.AvgPool1d(2), nn.Conv1d(ni, nf, 1, bias=False), nn.BatchNorm1d(nf), SignalsCell(nf)]
-    layers += [nn.BatchNorm1d(nf), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(nf, n_out)]
+        layers += [nn.AvgPool1d(2), nn.Conv1d(ni, nf, 1, bias=False),
+                   nn.BatchNorm1d(nf), SignalsCell(nf)]
+    layers += [nn.BatchNorm1d(nf), nn.ReLU(), nn.AdaptiveAvgPool1d(1), nn.Flatten(),
+               nn.Linear(nf, n_out)]
     return Supernet(nn.Sequential(*layers), k, in_shape=(n_in, length), **kwargs)
 
 # %% ../../nbs/study/47_bench.ipynb #7d534929
@@ -91,7 +105,8 @@ class SignalsBench(Bench):
     name,n_seeds,bs,repeat = 'signals',4,100,10
     sizes = dict(train=4000, valid=4000, test=10_000)
     recipe = dict(n_epoch=10, bs=100, lr=0.03, wd=1e-4)
-    settings = dict(n_epoch=8, lr=0.1, wd=5e-4, how='fair', k=8, n_paths=6, warmup=2, ratio=(5,1), noise=0.1, n_in=1)
+    settings = dict(n_epoch=8, lr=0.1, wd=5e-4, how='fair', k=8, n_paths=6,
+                    warmup=2, ratio=(5,1), noise=0.1, n_in=1)
     supernet = staticmethod(signals_supernet)
 
     def make_data(self) -> dict:
@@ -99,7 +114,8 @@ class SignalsBench(Bench):
         except ImportError as e:
             raise ImportError("mnist1d generates the signals: pip install 'kshot_nas[study]'") from e
         args = get_dataset_args()
-        args.num_samples,args.train_split = sum(self.sizes.values()),1.     # the package's split is not needed
+        # the package's split is not needed
+        args.num_samples,args.train_split = sum(self.sizes.values()),1.
         with no_random(): made = make_dataset(args)
         x,y = torch.tensor(made['x'], dtype=torch.float32)[:,None],torch.tensor(made['y'])
         sizes = list(self.sizes.values())
@@ -108,5 +124,6 @@ class SignalsBench(Bench):
     def distinct(self, arch:Arch) -> Arch: return canonical(arch)
 
     def planned(self) -> list:
-        drawn = [canonical(a) for a in self.net.space.sample(700, seed=0) if has_signal(a)]
+        drawn = [canonical(a)
+                 for a in self.net.space.sample(700, seed=0) if has_signal(a)]
         return list(dict.fromkeys(drawn))[:400]

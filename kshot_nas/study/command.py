@@ -26,14 +26,18 @@ def score(args:argparse.Namespace, bench:Bench):
     "Train supernets of both kinds, and every architecture briefly alone, and print how well each way ranks"
     settings = dict(n_epoch=args.epochs or bench.settings['n_epoch'])
     runs = {'one-shot':dict(k=1, **settings)}
-    if args.k > 1: runs[f'{args.code} k={args.k}'] = dict(k=args.k, code=args.code, **settings)
+    if args.k > 1:
+        runs[f'{args.code} k={args.k}'] = dict(k=args.k, code=args.code, **settings)
     runs['alone, 1 epoch'] = dict(alone=1)
     chosen = np.random.default_rng(0).permutation(len(bench.archs))[:args.archs]
     archs = [bench.archs[i] for i in sorted(chosen)]
-    df = ablate(bench, runs, range(args.seeds), args.out, args.workers, archs, progress=sys.stderr.isatty())
-    print(f'{bench}; {len(archs)} of them are ranked', '', yardsticks(bench, archs).round(3).to_string(), sep='\n')
+    df = ablate(bench, runs, range(args.seeds), args.out, args.workers, archs,
+                progress=sys.stderr.isatty())
+    print(f'{bench}; {len(archs)} of them are ranked', '',
+          yardsticks(bench, archs).round(3).to_string(), sep='\n')
     for what,words in dict(tau='accuracy', tau_loss='loss').items():
-        print('', f'ranked by {words}:', summary(df, what=what).round(3).to_string(), sep='\n')
+        print('', f'ranked by {words}:',
+              summary(df, what=what).round(3).to_string(), sep='\n')
 
 # %% ../../nbs/study/50_command.ipynb #0ce596f4
 def _parser():

@@ -16,8 +16,8 @@ from .truth import Bench, one_thread
 
 # %% ../../nbs/study/48_proxies.ipynb #a95e56a6
 def synflow(
-    model:nn.Module,    # a plain network; stays as it is
-    x:torch.Tensor      # an input or a batch, of which only the shape of one input matters
+    model:nn.Module,  # a plain network; stays as it is
+    x:torch.Tensor    # an input or a batch, of which only the shape of one input matters
 ) -> float:             # a logarithm: minus infinity if nothing gets through
     "Logarithm of the sum over weights of |weight times gradient|, all weights taken as positive"
     net = copy.deepcopy(model).double()
@@ -36,7 +36,8 @@ def naswot(
     "Logarithm of the determinant of how many ReLUs agree about each two inputs"
     bits = []
     def keep(m, args, out): bits.append((args[0] > 0).flatten(1).double())
-    hooks = [m.register_forward_hook(keep) for m in model.modules() if isinstance(m, nn.ReLU)]
+    hooks = [m.register_forward_hook(keep)
+             for m in model.modules() if isinstance(m, nn.ReLU)]
     try:
         with torch.no_grad(): model(x)
     finally:
@@ -56,7 +57,8 @@ def proxy_scores(
 ) -> pd.DataFrame:      # a row for each architecture, a column for each proxy
     "Score the architectures of `bench` with fresh weights"
     archs = bench.archs if archs is None else archs
-    x,seeds = bench.data['train'][0][:n_inputs],range(whole(n_seeds, 'n_seeds', least=1))
+    x,seeds = bench.data['train'][0][:n_inputs],range(whole(n_seeds, 'n_seeds',
+                                                            least=1))
     def score(arch):
         models = [bench.fresh(arch, seed=s).train() for s in seeds]
         return {name:np.mean([f(m, x) for m in models]) for name,f in proxies.items()}

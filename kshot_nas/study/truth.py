@@ -63,22 +63,24 @@ def one_thread():
 class Bench:
     "Architectures, what they are truly worth, and the data to train a supernet on"
     name = 'bench'      # of its table
-    sizes = {}          # how many inputs the parts 'train', 'valid' and 'test' have
-    recipe = {}         # how an architecture is trained alone: arguments of train_plain
+    sizes = {}      # how many inputs the parts 'train', 'valid' and 'test' have
+    recipe = {}  # how an architecture is trained alone: arguments of train_plain
     settings = {}       # how a supernet is trained, unless a run says otherwise
     n_seeds = 4         # trainings of each architecture
-    bs,repeat = 50,1    # of a supernet's batches; passes over the training data in its epochs
+    # of a supernet's batches; passes over the training data in its epochs
+    bs,repeat = 50,1
 
     def __init__(self,
-        file=None   # a table that build has made; the one that comes with the package if None
+        file=None  # a table that build has made; the one that comes with the package if None
     ):
         self.file = Path(str(files('kshot_nas.study')))/f'{self.name}.npz' if file is None else Path(file)
-        if file is not None: self.table                     # refuses a bad one at once
+        if file is not None: self.table       # refuses a bad one at once
 
-    supernet = None                                         # a function such as tiny_supernet
+    supernet = None                           # a function such as tiny_supernet
     def make_data(self) -> dict: raise NotImplementedError
     def distinct(self, arch:Arch) -> Arch: return arch
-    def planned(self) -> list: return sorted({self.distinct(a) for a in self.net.space}, key=str)
+    def planned(self) -> list:
+        return sorted({self.distinct(a) for a in self.net.space}, key=str)
 
     @cached_property
     def data(self) -> dict: return self.make_data()
@@ -90,23 +92,23 @@ class Bench:
 # %% ../../nbs/study/46_truth.ipynb #c17a6c25
 @patch
 def fresh(self:Bench,
-    arch:Arch,      # an architecture of the bench's space
-    seed:int=None   # of the weights; torch's random numbers as they come if None
+    arch:Arch,     # an architecture of the bench's space
+    seed:int=None  # of the weights; torch's random numbers as they come if None
 ) -> nn.Module:
     "The plain network of `arch` with new weights"
-    self.net.space.check(arch)                              # makes the supernet before the seed is set
+    self.net.space.check(arch)       # makes the supernet before the seed is set
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None: torch.manual_seed(seed)
         return self.net.subnet(arch, weights='fresh').to(memory_format=torch.channels_last)
 
 @patch
 def train_alone(self:Bench,
-    arch:Arch,      # an architecture of the bench's space
-    seed:int,       # decides initial weights and the order of the data
+    arch:Arch,     # an architecture of the bench's space
+    seed:int,      # decides initial weights and the order of the data
     **recipe
-) -> dict:          # right answers and mean loss on validation data, right answers on test data
+) -> dict:  # right answers and mean loss on validation data, right answers on test data
     "Train `arch` from scratch by the bench's recipe, or what `recipe` changes of it"
-    self.net.space.check(arch)                              # makes the supernet before the seed is set
+    self.net.space.check(arch)       # makes the supernet before the seed is set
     (x,y),(xv,yv),(xt,yt) = (self.data[part] for part in ('train', 'valid', 'test'))
     with one_thread():
         with torch.random.fork_rng():
@@ -116,7 +118,8 @@ def train_alone(self:Bench,
         model.eval()
         with torch.inference_mode(): valid,test = model(xv),model(xt)
     def right(out, y): return (out.argmax(1) == y).sum().item()
-    return dict(valid=right(valid, yv), loss=round(F.cross_entropy(valid, yv).item(), 5), test=right(test, yt))
+    return dict(valid=right(valid, yv),
+                loss=round(F.cross_entropy(valid, yv).item(), 5), test=right(test, yt))
 
 # %% ../../nbs/study/46_truth.ipynb #f1d27774
 def build(
@@ -134,7 +137,8 @@ def build(
     file = Path(folder)/f'{bench.name}.csv'
     rows = _read_rows(file)
     todo = [(a,s) for s in range(n_seeds) for a in archs if (a,s) not in rows]
-    run = joblib.Parallel(workers or os.cpu_count(), return_as='generator_unordered', batch_size=4)
+    run = joblib.Parallel(workers or os.cpu_count(),
+                          return_as='generator_unordered', batch_size=4)
     done = run(joblib.delayed(_train_one)(bench, *t) for t in todo)
     with open(file, 'a') as f:
         for arch,seed,result in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
@@ -173,10 +177,13 @@ def digest(self:Bench) -> str:
 def _write_table(bench, file, archs, results) -> Path:
     "Write the (archs, seeds, 3) `results` with costs and digest"
     (valid,loss,test),cost = np.moveaxis(np.array(results), -1, 0),CostTable(bench.net)
-    columns = dict(valid=valid.astype(np.uint16), loss=loss.astype(np.float32), test=test.astype(np.uint16),
-                   params=cost.params(archs).int().numpy(), flops=cost.flops(archs).int().numpy())
+    columns = dict(valid=valid.astype(np.uint16), loss=loss.astype(np.float32),
+                   test=test.astype(np.uint16),
+                   params=cost.params(archs).int().numpy(),
+                   flops=cost.flops(archs).int().numpy())
     with published(file) as tmp:
-        np.savez_compressed(tmp, archs=[str(a) for a in archs], digest=bench.digest(), **columns)
+        np.savez_compressed(tmp, archs=[str(a) for a in archs],
+                            digest=bench.digest(), **columns)
     return file
 
 # %% ../../nbs/study/46_truth.ipynb #5dd9a685
@@ -254,7 +261,8 @@ def yardsticks(self:Bench, archs:list=None) -> dict:
     "Tau of what needs no supernet: costs, one real training of each architecture, and a perfect predictor"
     report = self.report(self.test[self.rows(archs)].mean(1), archs, n_boot=0)
     taus = {name:report.table.value[name,'tau'] for name in self.cost}
-    if report.seeds is not None: taus |= {'one training':report.one_training, 'ceiling':report.ceiling}
+    if report.seeds is not None:
+        taus |= {'one training':report.one_training, 'ceiling':report.ceiling}
     return {name:float(tau) for name,tau in taus.items()}
 
 # %% ../../nbs/study/46_truth.ipynb #ed62c7e0
@@ -265,9 +273,13 @@ class _Pairs(list):
 @patch
 def dls(self:Bench, bs:int=None, repeat:int=None, **kwargs) -> DataLoaders:
     "Training and validation data; an epoch passes `repeat` times over it; `kwargs` as for `DataLoaders.from_dsets`"
-    def pairs(part): return _Pairs(tuple(t.clone() for t in row) for row in zip(*self.data[part]))   # not views
+    # not views
+    def pairs(part):
+        return _Pairs(tuple(t.clone() for t in row) for row in zip(*self.data[part]))
     train = _Pairs(pairs('train')*(self.repeat if repeat is None else repeat))
-    dls = DataLoaders.from_dsets(train, pairs('valid'), bs=self.bs if bs is None else bs, num_workers=0, **kwargs)
+    dls = DataLoaders.from_dsets(train, pairs('valid'),
+                                 bs=self.bs if bs is None else bs, num_workers=0,
+                                 **kwargs)
     dls.c = len(self.data['train'][1].unique())
     return dls
 

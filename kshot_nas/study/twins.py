@@ -22,18 +22,21 @@ def _terms(arch):
     for edge,((to,i),op) in enumerate(zip(nb201_edges, nb201_space.names(arch)['ops'])):
         terms = nodes[i]
         if op == 'none': continue
-        if op == 'avg_pool_3x3': terms = {(p if constant(s) else p+1, s): n for (p,s),n in terms.items()}
+        if op == 'avg_pool_3x3':
+            terms = {(p if constant(s) else p+1, s): n for (p,s),n in terms.items()}
         if op.startswith('nor_conv'):
             lost = all(constant(s) for _,s in terms) if op == 'nor_conv_1x1' else not terms
             factor = math.gcd(*terms.values())
-            convs[edge] = ('constant', {}) if lost else (op, {t: n//factor for t,n in terms.items()})
+            convs[edge] = ('constant', {}) if lost else (op, {t: n//factor
+                                                              for t,n in terms.items()})
             terms = {(0,edge): 1}
         nodes[to].update(terms)      # adds the counts
     return nodes[3],convs
 
 def _reached(terms, convs):
     "All sources in `terms`, and in what these are made of"
-    return {s for _,s in terms}.union(*(_reached(convs[s][1], convs) for _,s in terms if s != 'x'))
+    return {s for _,s in terms}.union(*(_reached(convs[s][1], convs)
+                                        for _,s in terms if s != 'x'))
 
 # %% ../../nbs/study/45_twins.ipynb #4da1b293
 def has_signal(
@@ -45,7 +48,9 @@ def has_signal(
 # %% ../../nbs/study/45_twins.ipynb #2113f7e2
 def _spell(terms, convs, label):
     "`terms` as a nested tuple in which each convolution has its kind, its label and its input"
-    def source(s): return ('x',) if s == 'x' else (convs[s][0], label[s], _spell(convs[s][1], convs, label))
+    def source(s):
+        return ('x',) if s == 'x' else (convs[s][0], label[s],
+                                        _spell(convs[s][1], convs, label))
     return tuple(sorted((n, p, *source(s)) for (p,s),n in terms.items()))
 
 def _form(arch):
@@ -53,15 +58,18 @@ def _form(arch):
     terms,convs = _terms(arch)
     reached,alike,unlabelled = _reached(terms, convs),{},dict.fromkeys(convs, 0)
     if 'x' not in reached: return ()
-    for edge in reached - {'x'}: alike.setdefault(_spell({(0,edge): 1}, convs, unlabelled), []).append(edge)
+    for edge in reached - {'x'}:
+        alike.setdefault(_spell({(0,edge): 1}, convs, unlabelled), []).append(edge)
     orders = product(*map(permutations, alike.values()))
-    labels = ({edge:i for edges in order for i,edge in enumerate(edges)} for order in orders)
+    labels = ({edge:i for edges in order for i,edge in enumerate(edges)}
+              for order in orders)
     return min(_spell(terms, convs, label) for label in labels)
 
 @lru_cache
 def _canonical():
     "For each architecture the cheapest one that computes the same: fewest 3x3 convolutions, then fewest 1x1"
-    first,archs = {},sorted(nb201_space, key=lambda a: (a.ops.count(3), a.ops.count(2), a.ops))
+    first,archs = {},sorted(nb201_space,
+                            key=lambda a: (a.ops.count(3), a.ops.count(2), a.ops))
     return {a: first.setdefault(_form(a), a) for a in archs}
 
 def canonical(
