@@ -32,6 +32,8 @@ tags = {'echo: false': 'remove-input', 'output: false': 'remove-output', 'includ
         'code-fold: show': None, 'code-summary: "Exported source"': None}
 linked = r'\[(`[^`]+`)\]\((https?:[^)]+)\)'                                  # what nbdev makes of a name in backticks that it knows
 
+nested = r'\[([^][]*)\[(`[^`]+`)\]\([^)]+\)([^][]*)\]\(([^)]+)\)'             # and of one inside of a link
+
 # What both builders show ------------------------------------------------------------------------------------------------------
 
 def slug(title):
@@ -96,7 +98,7 @@ def tidy(nbs, cfg):
         here = partial(api, file=file)
         for c in nb['cells']:
             if is_entry(c): c['outputs'][0]['data']['text/markdown'] = re.sub(linked, here, tidy_entry(entry(c), cfg.lib_name))
-            if c['cell_type'] == 'markdown': c['source'] = re.sub(linked, here, c['source'])
+            if c['cell_type'] == 'markdown': c['source'] = re.sub(linked, here, re.sub(nested, r'[\1\2\3](\4)', c['source']))
 
 def reference(nbs):
     "Tables of all pages and of all names, for the page that tells where everything is"
