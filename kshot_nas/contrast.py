@@ -15,42 +15,50 @@ from .space import Arch, SearchSpace
 
 # %% ../nbs/18_contrast.ipynb #688d1a4b
 def width_dist(
-    ratios:Tensor # width ratios, (n, width layers), as the space gives them; leading batch dimensions are welcome
+    ratios:Tensor # width ratios, (n, width layers); batches are welcome
 ) -> Tensor:      # distances, (n, n)
     "Mean absolute difference of the width ratios, of each with each"
     if ratios.ndim < 2 or not ratios.shape[-1]:
-        raise ValueError(f"ratios must have shape (n, width layers), at least one width layer; got {(*ratios.shape,)}")
-    return torch.cdist(ratios, ratios, p=1)/ratios.shape[-1]           # the paper's l1 distance, per layer
+        raise ValueError("ratios must have shape (n, width layers), at least one width "
+                         f"layer; got {(*ratios.shape,)}")
+    # the paper's l1 distance, per layer
+    return torch.cdist(ratios, ratios, p=1)/ratios.shape[-1]
 
 # %% ../nbs/18_contrast.ipynb #fb3cb68a
 def _positive(ratios, max_dist):
     "Which pairs are positive: closer than `max_dist` and not a vector with itself"
     d = width_dist(ratios)
-    return (d < max_dist - 1e-6) & ~torch.eye(d.shape[-1], dtype=torch.bool, device=d.device)
+    itself = torch.eye(d.shape[-1], dtype=torch.bool, device=d.device)
+    return (d < max_dist - 1e-6) & ~itself
 
 # %% ../nbs/18_contrast.ipynb #ec1035f9
 def r_c(
-    lam:Tensor,           # codes of n width vectors of one architecture, (n, k); or of several architectures, (g, n, k)
-    ratios:Tensor,        # their width ratios, (n, width layers), or (g, n, width layers)
+    lam:Tensor,           # codes of n width vectors, (n, k), or of several such sets
+    ratios:Tensor,  # their width ratios, (n, width layers), or (g, n, width layers)
     max_dist:float=0.15,  # vectors closer than this are a positive pair
     temp:float=0.3        # temperature
 ) -> Tensor:              # a scalar
-    "Contrastive term: minus the log-probability of the positive pairs, their mean; 0 if there is none"
+    "Minus the mean log-probability of the positive pairs; 0 if there is none"
     if lam.ndim < 2 or ratios.shape[:-1] not in (lam.shape[:-1], lam.shape[-2:-1]):
         got = f'{tuple(lam.shape)} and {tuple(ratios.shape)}'
-        raise ValueError(f"lam (n, k) and ratios (n, width layers) must have the same n; got {got}")
-    if not lam.isfinite().all(): raise ValueError("lam has NaN or infinity in it: has the simplex-net diverged?")
+        raise ValueError(
+            f"lam (n, k) and ratios (n, width layers) must have the same n; got {got}")
+    if not lam.isfinite().all(): raise ValueError(
+        "lam has NaN or infinity in it: has the simplex-net diverged?")
     number(temp, 'temp', above=0)
-    positive = _positive(ratios, number(max_dist, 'max_dist', above=1e-6)).to(lam.device)
+    number(max_dist, 'max_dist', above=1e-6)
+    positive = _positive(ratios, max_dist).to(lam.device)
     lam = lam.to(torch.promote_types(lam.dtype, torch.float32))
     with torch.autocast(lam.device.type, enabled=False):
-        log_p = F.log_softmax(lam @ lam.mT/temp, -1)           # eq. conditional_distribution: [i,k] is log P(c_i|c_k)
-    total = (-log_p).masked_fill(~positive, 0.).sum((-2,-1))   # eq. non_parametric_term
+        # eq. conditional_distribution: [i,k] is log P(c_i|c_k)
+        log_p = F.log_softmax(lam @ lam.mT/temp, -1)
+    # eq. non_parametric_term
+    total = (-log_p).masked_fill(~positive, 0.).sum((-2,-1))
     return (total/positive.sum((-2,-1)).clamp(min=1)).mean()
 
 # %% ../nbs/18_contrast.ipynb #ca44b6a5
 def _near(space, widths, max_dist, rng):
-    "Width indices some neighbour-steps from `widths`, at least one if a step is closer than `max_dist`"
+    "Width indices some neighbour-steps from `widths`, closer than `max_dist`"
     n,new,dist = len(widths),list(widths),0.
     steps,first = rng.integers(1, n+1),rng.choice([-1, 1], n)
     for l in rng.permutation(n):
@@ -66,17 +74,19 @@ def _near(space, widths, max_dist, rng):
 # %% ../nbs/18_contrast.ipynb #88a22aaf
 def near_and_far(
     space:SearchSpace,    # where the architecture comes from
-    arch:Arch,            # the architecture whose ops all others share, and the anchor of the near ones
+    arch:Arch,            # the anchor, whose ops all others share
     n:int=16,             # how many to return, the anchor included
     max_dist:float=0.15,  # near ones are closer than this to the anchor
     seed=None             # an int, or several, such as (seed, step)
 ) -> list:                # the anchor, then the near ones, then the far ones
-    "`n` architectures with the same ops: `arch`, some with widths near its own, the rest with any widths"
-    if not space.widths: raise ValueError("this space has no width layers to tell apart; train without r_c")
+    "`n` architectures with the ops of `arch`: itself, some near it, the rest anywhere"
+    if not space.widths: raise ValueError(
+        "this space has no width layers to tell apart; train without r_c")
     whole(n, 'n', 2)
     number(max_dist, 'max_dist', above=1e-6)
     space.check(arch)
     rng,n_near = np.random.default_rng(seed),max(1, n//2 - 1)
     near = [_near(space, arch.widths, max_dist, rng) for _ in range(n_near)]
-    far = rng.integers(0, [len(r) for r in space.widths], (n - 1 - n_near, len(space.widths)))
+    counts = [len(r) for r in space.widths]
+    far = rng.integers(0, counts, (n - 1 - n_near, len(counts)))
     return [arch] + [Arch(arch.ops, w) for w in (*near, *far)]

@@ -245,6 +245,8 @@ def load_model(
         # else they would take memory by now
         if any(t.is_meta for t in model.state_dict().values()):
             raise ValueError("it asks for layers to be made, of any size, instead of holding them")
+        if sum(t.nbytes for t in model.state_dict().values()) > 10*Path(path).stat().st_size:
+            raise ValueError("a few numbers of it stand for many more, which may take any memory")
         model.arch,model.info = Arch.parse(saved['arch']),saved['info']
     except Exception as e:
         raise ValueError(f"{path} is damaged, or was not written by `save_model` ({type(e).__name__}: {e})") from e

@@ -21,9 +21,9 @@ from matplotlib.ticker import MaxNLocator
 from torch import nn
 
 from .check import instance, whole
-from .checkpoint import published
+from .checkpoint import file_digest, published
 from .cost import CostTable
-from .evaluate import end_with
+from .evaluate import employ, end_with
 from .problem import direction
 from .result import SearchResult
 from .retrain import RetrainLearner, retrain_learner
@@ -129,24 +129,30 @@ def _train(dls, model, n_epoch, seed, folder, kwargs, cbs=None, threads=None, pi
         learn.fit_retrain(n_epoch, checkpoint=folder, keep=1, cbs=cbs)
     curve = pd.DataFrame(list(map(list, learn.recorder.values)),
                          columns=list(learn.recorder.metric_names)[1:-1])
-    with published(folder/'curve.csv') as tmp:
-        curve.assign(epoch=range(1, n_epoch+1)).to_csv(tmp, index=False)
+    text = curve.assign(epoch=range(1, n_epoch+1)).to_csv(index=False).encode()
+    name = f'curve-{hashlib.sha256(text).hexdigest()[:16]}.csv'
+    with published(folder/name) as tmp: tmp.write_bytes(text)
     return None if threads else learn              # a process has no use for it
+
+def _read_curve(folder) -> pd.DataFrame|None:
+    "The curve of a training that has come to its end, if it is as it was written"
+    for f in folder.glob('curve-*.csv'):
+        if f.stem == f'curve-{file_digest(f)}': return pd.read_csv(f)
 
 # %% ../nbs/39_finalists.ipynb #c99e7e80
 @patch
 def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
     "Losses and metrics after every epoch of the training of each of `archs`, which are trained if need be"
-    files = [self.at(a, n_epoch, seed)/'curve.csv' for a in archs]
-    todo = [a for a,f in zip(archs, files) if not f.exists()]
+    folders = {a:self.at(a, n_epoch, seed) for a in archs}
+    todo = [a for a,f in folders.items() if _read_curve(f) is None]
     if self.workers == 1 or len(todo) < 2:
         for a in todo: self.learner(a, n_epoch, seed)
     else:
         rest = self.kwargs,None,torch.get_num_threads(),os.getpid()
-        jobs = [(self.dls, self.make(a), n_epoch, seed, self.at(a, n_epoch, seed), *rest) for a in todo]
-        joblib.Parallel(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
-    return [pd.read_csv(f).assign(arch=a, n_epoch=n_epoch, seed=seed)
-            for a,f in zip(archs, files)]
+        jobs = [(self.dls, self.make(a), n_epoch, seed, folders[a], *rest) for a in todo]
+        employ(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
+    return [_read_curve(folders[a]).assign(arch=a, n_epoch=n_epoch, seed=seed)
+            for a in archs]
 
 # %% ../nbs/39_finalists.ipynb #100e5055
 @dataclass(repr=False, eq=False)

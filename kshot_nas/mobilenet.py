@@ -10,6 +10,7 @@ import logging, math
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from torch import nn
@@ -19,33 +20,37 @@ from .check import number, one_of, sequence, whole
 from .convert import read_weights
 from .supernet import OpChoice, Supernet, WidthChoice
 
+# %% ../nbs/21_mobilenet.ipynb #8d2589e8
 log = logging.getLogger(__name__)
 
 # %% ../nbs/21_mobilenet.ipynb #59f86541
 class MBConv(nn.Module):
-    "MobileNetV2's inverted bottleneck: expand, filter every channel by itself, weigh the channels if wanted, project"
+    "MobileNetV2's inverted bottleneck, with squeeze-and-excitation if wanted"
     def __init__(self,
         ni:int,               # channels in
         nf:int,               # channels out
         ks:int=3,             # size of the depthwise kernel
-        expand:int=6,         # how many times as many channels there are inside; at 1 nothing is expanded
+        expand:int=6,         # how many times as many channels there are inside
         stride:int=1,         # of the depthwise convolution
-        se_ratio:float=0.,    # squeezed channels as a share of the expanded ones; 0 for no squeeze-and-excitation
+        se_ratio:float=0.,    # squeezed channels as a share of the expanded ones
         act:type=nn.ReLU6,    # activation, after all convolutions but the last
         cut:WidthChoice=None  # may cut the expanded channels
     ):
         super().__init__()
-        hidden,conv,layers = ni*expand,partial(Conv2dNormActivation, activation_layer=act),{}
+        hidden,layers = ni*expand,OrderedDict()
+        conv = partial(Conv2dNormActivation, activation_layer=act)
         if expand > 1: layers['expand'] = conv(ni, hidden, 1)
         layers['depthwise'] = conv(hidden, hidden, ks, stride, groups=hidden)
-        if se_ratio: layers['se'] = SqueezeExcitation(hidden, max(1, round(hidden*se_ratio)))
+        if se_ratio:
+            layers['se'] = SqueezeExcitation(hidden, max(1, round(hidden*se_ratio)))
         layers['project'] = Conv2dNormActivation(hidden, nf, 1, activation_layer=None)
-        self.residual,self.layers = stride == 1 and ni == nf,nn.Sequential(OrderedDict(layers))
+        self.residual,self.layers = stride == 1 and ni == nf,nn.Sequential(layers)
         if cut: self._mark(cut)
 
     def _mark(self, cut):
         "Let `cut` decide how many of the expanded channels stay"
-        if not hasattr(self.layers, 'expand'): raise ValueError("with expand=1 there is nothing to cut; leave out cut")
+        if not hasattr(self.layers, 'expand'):
+            raise ValueError("with expand=1 there is nothing to cut; leave out cut")
         cut(self.layers.expand[0])
         if hasattr(self.layers, 'se'):
             for conv in (self.layers.se.fc1, self.layers.se.fc2): cut(conv)
@@ -61,14 +66,17 @@ def mobilenet_ops(
     stride:int=1,          # 1 or 2
     act:type=nn.ReLU6,     # activation
     se_ratio:float=0.25,   # squeezed channels as a share of the expanded ones
-    identity:bool=True,    # offer identity even if the shape changes, as a 1x1 convolution?
+    identity:bool=True,    # where the shape changes, offer a 1x1 convolution?
     cut:WidthChoice=None   # may cut the expanded channels
 ) -> dict:
-    "The operations to choose from in one layer, by name: kernel x expansion x with or without SE, and identity"
-    ops = {f"k{ks}_e{expand}{'_se' if se else ''}": MBConv(ni, nf, ks, expand, stride, se_ratio*se, act, cut)
-           for ks in (3,5,7) for expand in (3,6) for se in (False,True)}
+    "The operations of one layer, by name: kernel, expansion, SE or not; identity"
+    ops = {}
+    for ks,expand,se in product((3,5,7), (3,6), (False,True)):
+        name = f'k{ks}_e{expand}' + '_se'*se
+        ops[name] = MBConv(ni, nf, ks, expand, stride, se_ratio*se, act, cut)
     if stride == 1 and ni == nf: ops['identity'] = nn.Identity()
-    elif identity: ops['identity'] = Conv2dNormActivation(ni, nf, 1, stride, activation_layer=None)
+    elif identity:
+        ops['identity'] = Conv2dNormActivation(ni, nf, 1, stride, activation_layer=None)
     return ops
 
 # %% ../nbs/21_mobilenet.ipynb #8518ecfe
@@ -95,18 +103,18 @@ def mobilenet_supernet(
     k:int=8,                        # number of items of every weight
     n_in:int=3,                     # channels of the images
     n_out:int=1000,                 # number of classes
-    widths:bool|Iterable=True,      # ratios to cut layers to; True for 0.2, 0.4, 0.6, 0.8, 1.0; None for no cuts
+    widths:bool|Iterable=True,  # ratios to cut to; True: 0.2 to 1; None: no cuts
     size:int|tuple=224,             # side of the images, or (height, width)
-    strides:tuple=(2,2,2,2,1,2,1),  # of the stem and of each stage; for images of 32x32, (1,1,2,2,1,2,1)
+    strides:tuple=(2,2,2,2,1,2,1),  # of the stem and of each stage
     act:str='relu6',                # activation: 'relu6' or 'hswish'
-    se_ratio:float=0.25,            # squeezed channels as a share of the expanded ones
-    identity_everywhere:bool=True,  # offer identity also where the shape changes, as a 1x1 convolution?
-    dropout:float=0.,               # share of the features dropped before the classifier in training
-    stages:tuple=paper_stages,      # channels and number of layers of each stage: see mobilenet_v2_stages
-    pretrained=None,                # weights of torchvision's MobileNetV2: a file, a state dict or the network
+    se_ratio:float=0.25,  # squeezed channels as a share of the expanded ones
+    identity_everywhere:bool=True,  # also where the shape changes?
+    dropout:float=0.,               # before the classifier
+    stages:tuple=paper_stages,      # channels and number of layers of each
+    pretrained=None,                # MobileNetV2's weights: a file or state dict
     **kwargs
 ) -> Supernet:
-    "The MobileNetV2-SE space: 21 searched layers of 13 operations, 24 width layers; `kwargs` go to Supernet"
+    "The MobileNetV2-SE space, 21 layers of 13 operations; `kwargs` go to Supernet"
     size,act = _check_shape(size, strides, stages),_acts[one_of(act, 'act', _acts)]
     for name,n in dict(n_in=n_in, n_out=n_out).items(): whole(n, name, 1)
     number(se_ratio, 'se_ratio', above=0, most=1)
@@ -120,7 +128,8 @@ def mobilenet_supernet(
     net.layers,ni = nn.Sequential(),16
     for (nf,n),stride in zip(stages, strides[1:]):
         for i in range(n):
-            ops = mobilenet_ops(ni, nf, 1 if i else stride, act, se_ratio, identity_everywhere, new_cut())
+            ops = mobilenet_ops(ni, nf, 1 if i else stride, act, se_ratio,
+                                identity_everywhere, new_cut())
             net.layers.append(OpChoice(ops))
             ni = nf
     net.last = Conv2dNormActivation(ni, 1280, 1, activation_layer=act)
@@ -131,29 +140,35 @@ def mobilenet_supernet(
     net.head = nn.Linear(1280, n_out)
     if pretrained is not None:
         inherit(net, pretrained, stages)
-        kwargs.setdefault('noise', 0.1)                                         # items stay near what was learned
+        kwargs.setdefault('noise', 0.1)  # items stay near what was learned
     return Supernet(net, k, in_shape=(n_in,*size), **kwargs)
 
 # %% ../nbs/21_mobilenet.ipynb #b5c1d2e3
 def inherit(
-    net:nn.Module,                       # a network of the space, before it is made a supernet
-    pretrained:str|Path|dict|nn.Module,  # weights of torchvision's MobileNetV2: a file, a state dict or the network
+    net:nn.Module,  # a network of the space, not yet a supernet
+    pretrained:str|Path|dict|nn.Module,  # MobileNetV2, its weights, or a file of them
     stages:tuple                         # of the space
-) -> list:                               # names of the parts of MobileNetV2 that did not fit
-    "Copy the weights of MobileNetV2 into the blocks of `net` that match"
-    weights = pretrained.state_dict() if isinstance(pretrained, nn.Module) else read_weights(pretrained)
-    parts,layers,i = {'features.0': net.stem, 'features.1': net.first, 'features.18': net.last},iter(net.layers),2
+) -> list:                               # the parts of MobileNetV2 that did not fit
+    "Copy the weights of torchvision's MobileNetV2 into the blocks of `net` that match"
+    given = isinstance(pretrained, nn.Module)
+    weights = pretrained.state_dict() if given else read_weights(pretrained)
+    parts = {'features.0': net.stem, 'features.1': net.first, 'features.18': net.last}
+    layers,i = iter(net.layers),2
     for (_,n),(_,theirs) in zip(stages, mobilenet_v2_stages):
         ours = [next(layers).ops['k3_e6'] for _ in range(n)]
         parts |= {f'features.{i+j}': op for j,op in enumerate(ours[:theirs])}
         i += theirs
     parts['classifier.1'],copied = net.head,[]
     for name,part in parts.items():
-        given,own = [v for n,v in weights.items() if n.startswith(f'{name}.')],part.state_dict()
-        if [v.shape for v in given] != [v.shape for v in own.values()]: continue
-        part.load_state_dict(dict(zip(own, given)))
+        new = [v for n,v in weights.items() if n.startswith(f'{name}.')]
+        own = part.state_dict()
+        if [v.shape for v in new] != [v.shape for v in own.values()]: continue
+        part.load_state_dict(dict(zip(own, new)))
         copied.append(name)
-    if not copied: raise ValueError("these are not weights of torchvision's MobileNetV2: no part of them fits")
-    left = [n for n in (*(f'features.{i}' for i in range(19)), 'classifier.1') if n not in copied]
-    if left: log.warning(f"{len(copied)} of 20 parts of MobileNetV2 fit; of other shapes here: {', '.join(left)}")
+    if not copied: raise ValueError(
+        "these are not weights of torchvision's MobileNetV2: no part of them fits")
+    names = *(f'features.{i}' for i in range(19)),'classifier.1'
+    left = [n for n in names if n not in copied]
+    if left: log.warning(f"{len(copied)} of 20 parts of MobileNetV2 fit; "
+                         f"of other shapes here: {', '.join(left)}")
     return left

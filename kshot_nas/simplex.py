@@ -22,50 +22,61 @@ class Coder(nn.Module):
     def __init__(self,
         space:SearchSpace,    # the architectures one may ask about
         k:int,                # number of items, the length of a code
-        per_layer:bool=False  # beyond the paper: one code for every layer of ops instead of one per architecture
+        per_layer:bool=False  # beyond the paper: one code for every layer of ops
     ):
         super().__init__()
         self.space = instance(space, 'space', SearchSpace)
         self.k,self.per_layer = whole(k, 'k, the number of items,', 1),per_layer
-        if per_layer and not space.ops: raise ValueError("per_layer needs layers with ops; this space only has widths")
-        self.shape = (len(space.ops), self.k) if per_layer else (self.k,)     # of the answer for one architecture
-        self.register_buffer('like', torch.empty(0), persistent=False)        # has the module's device and dtype
+        if per_layer and not space.ops:
+            raise ValueError(
+                "per_layer needs layers with ops; this space only has widths")
+        # of the answer for one architecture
+        self.shape = (len(space.ops), self.k) if per_layer else (self.k,)
+        # has the module's device and dtype
+        self.register_buffer('like', torch.empty(0), persistent=False)
 
     def forward(self, archs:list) -> Tensor:
         archs = sequence(archs, 'archs', '[arch]')
         if not archs: raise ValueError("got an empty list; give at least one Arch")
-        self.space.to_index(archs)                                            # which checks them
+        self.space.to_index(archs)  # which checks them
         return self.codes(archs)
 
-    def codes(self, archs:list) -> Tensor: raise NotImplementedError("a subclass of Coder says what the codes are")
-    def extra_repr(self): return f'k={self.k}' + (', per_layer=True' if self.per_layer else '')
+    def codes(self, archs:list) -> Tensor:
+        raise NotImplementedError("a subclass of Coder says what the codes are")
+    def extra_repr(self):
+        return f'k={self.k}' + (', per_layer=True' if self.per_layer else '')
 
 # %% ../nbs/17_simplex.ipynb #79ebebcd
-def _at_least_float(x): return torch.promote_types(x.dtype, torch.float32)   # half precision is too coarse for a code
+# half precision is too coarse for a code
+def _at_least_float(x): return torch.promote_types(x.dtype, torch.float32)
 
 class FixedCode(Coder):
     "The same code, `1/k` for every item, whatever the architecture"
     def codes(self, archs):
-        return self.like.new_full((len(archs), *self.shape), 1/self.k, dtype=_at_least_float(self.like))
+        shape,dtype = (len(archs), *self.shape),_at_least_float(self.like)
+        return self.like.new_full(shape, 1/self.k, dtype=dtype)
 
 # %% ../nbs/17_simplex.ipynb #6378ad7d
 class RandomCode(Coder):
-    "A code drawn uniformly on the simplex, once for every architecture: a pure function of `seed` and the architecture"
+    "A random code for every architecture, by a hash of `seed` and the architecture"
     def __init__(self,
         space:SearchSpace,     # the architectures one may ask about
         k:int,                 # number of items, the length of a code
         seed:int=0,            # another seed, other codes
-        per_layer:bool=False   # beyond the paper: one code for every layer of ops instead of one per architecture
+        per_layer:bool=False   # beyond the paper: one code for every layer of ops
     ):
         super().__init__(space, k, per_layer)
         self.seed = whole(seed, 'seed')
 
     def codes(self, archs):
         n = int(np.prod(self.shape))
-        bits = b''.join(shake_256(f'{self.seed} {a}'.encode()).digest(8*n) for a in archs)
-        u = ((np.frombuffer(bits, '<u8') >> np.uint64(11)) + 0.5) * 2.**-53   # 53 bits each, strictly between 0 and 1
-        e = -np.log(u).reshape(len(archs), *self.shape)                       # exponentially distributed
-        return torch.from_numpy(e/e.sum(-1, keepdims=True)).to(self.like.device, _at_least_float(self.like))
+        hashes = (shake_256(f'{self.seed} {a}'.encode()) for a in archs)
+        bits = b''.join(h.digest(8*n) for h in hashes)
+        # 53 bits each, strictly between 0 and 1
+        u = ((np.frombuffer(bits, '<u8') >> np.uint64(11)) + 0.5) * 2.**-53
+        e = -np.log(u).reshape(len(archs), *self.shape)  # exponentially distributed
+        lam = torch.from_numpy(e/e.sum(-1, keepdims=True))
+        return lam.to(self.like.device, _at_least_float(self.like))
 
 # %% ../nbs/17_simplex.ipynb #7652334b
 def _triangle(lam, c, ax, **kwargs):
@@ -109,21 +120,21 @@ def plot_codes(
 
 # %% ../nbs/17_simplex.ipynb #91909dc7
 def _linear(n_in, n_out, std, generator):
-    "A linear layer with normal weights and no bias to start with, drawn from its own generator"
+    "A linear layer with normal weights from `generator`, and a bias of zero"
     layer = nn.utils.skip_init(nn.Linear, n_in, n_out)
     nn.init.normal_(layer.weight, std=std, generator=generator)
     nn.init.zeros_(layer.bias)
     return layer
 
 class SimplexNet(Coder):
-    "Reads the one-hot ops and widths of architectures, each with a two-layer perceptron, and answers with their codes"
+    "Reads the one-hot ops and widths of architectures, and answers with their codes"
     def __init__(self,
         space:SearchSpace,     # the architectures one may ask about
         k:int=8,               # number of items, the length of a code
         hidden:int=64,         # units of the hidden layers
-        std:float=0.1,         # standard deviation of the first logits: small, for codes near 1/k, but not 0
-        seed:int=0,            # for the initial weights; the global generator is left alone
-        per_layer:bool=False   # beyond the paper: one code for every layer of ops instead of one per architecture
+        std:float=0.1,  # of the first logits: small, for codes near 1/k, but not 0
+        seed:int=0,  # for the initial weights; the global generator is left alone
+        per_layer:bool=False   # beyond the paper: one code for every layer of ops
     ):
         super().__init__(space, k, per_layer)
         whole(hidden, 'hidden', 1)
@@ -131,11 +142,14 @@ class SimplexNet(Coder):
         generator = torch.Generator().manual_seed(whole(seed, 'seed', most=2**63-1))
         n_branches = bool(space.ops) + bool(space.widths)
         def branch(choices): return nn.Sequential(
-            _linear(sum(map(len, choices)), hidden, len(choices)**-0.5, generator), nn.ReLU(),
+            _linear(sum(map(len, choices)), hidden, len(choices)**-0.5, generator),
+            nn.ReLU(),
             _linear(hidden, hidden, (2/hidden/n_branches)**0.5, generator))
         self.ops    = branch(space.ops)    if space.ops    else None
         self.widths = branch(space.widths) if space.widths else None
-        self.head = nn.Sequential(nn.ReLU(), _linear(hidden, int(np.prod(self.shape)), std*(2/hidden)**0.5, generator))
+        n_out = int(np.prod(self.shape))
+        last = _linear(hidden, n_out, std*(2/hidden)**0.5, generator)
+        self.head = nn.Sequential(nn.ReLU(), last)
 
 # %% ../nbs/17_simplex.ipynb #167eda52
 @patch

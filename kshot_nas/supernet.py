@@ -19,6 +19,7 @@ from .convert import batch_norms, kshotify, merge, recalibrate, track_stats
 from .layers import KLayer, check_code, to_channels_last
 from .space import Arch
 
+# %% ../nbs/19_supernet.ipynb #4b39aab0
 _all_ = ['OpChoice', 'WidthChoice']       # what a space is written with comes along
 
 # %% ../nbs/19_supernet.ipynb #f56e8cb7
@@ -29,22 +30,26 @@ class Supernet(nn.Module):
         k:int=8,             # number of items
         in_shape:tuple=None, # shape of one input, such as (3, 224, 224)
         noise:float=1.,      # how the items start: see kshotify
-        running:bool=False,  # running statistics in batch norms, instead of the batch's?
+        running:bool=False,  # running statistics in batch norms?
         skip:tuple=(),       # types of layers that all paths share as they are
-        channels_last:bool=True # lay out 2d convolutions pixel by pixel? It is faster, and changes rounding only
+        channels_last:bool=True # lay out 2d convolutions pixel by pixel? It is faster
     ):
         super().__init__()
         self.net = kshotify(module, k, noise=noise, running=running, skip=skip)
         if channels_last: to_channels_last(self.net)
-        self.mixer,self.in_shape = self.net.mixer,None if in_shape is None else check_shape(in_shape)
+        self.mixer = self.net.mixer
+        self.in_shape = None if in_shape is None else check_shape(in_shape)
         self.in_use,self.before,self.stack = None,None,[]           # for `use`
         self.choices,self.norms = Choices(self.net),batch_norms(self.net)
-        self.weights = list(self.net.parameters())                  # found once: there may be thousands of modules
+        # found once: there may be thousands of modules
+        self.weights = list(self.net.parameters())
         self._number_layers()
         self._remember_start()
-        self.switch(Arch([0]*len(self.space.ops), [len(r)-1 for r in self.space.widths]))
-        if self.in_shape is not None: check_ops(self.net, self.in_shape)
-        if self.in_shape is not None and self.cuts: check_widths(self.net, self.in_shape)
+        widest = [len(r)-1 for r in self.space.widths]
+        self.switch(Arch([0]*len(self.space.ops), widest))
+        if self.in_shape is None: return
+        check_ops(self.net, self.in_shape)
+        if self.cuts: check_widths(self.net, self.in_shape)
 
     @property
     def k(self) -> int: return self.mixer.k
@@ -54,8 +59,10 @@ class Supernet(nn.Module):
     def cuts(self): return self.choices.cuts
     def forward(self, x):
         s = self.in_shape
-        if s is not None and (x.ndim != len(s)+1 or x.shape[1] != s[0]):       # layers would cut themselves to fit
-            raise ValueError(f"this supernet takes batches of inputs of shape {s}; got {tuple(x.shape)}")
+        # layers would cut themselves to fit
+        if s is not None and (x.ndim != len(s)+1 or x.shape[1] != s[0]):
+            raise ValueError(f"this supernet takes batches of inputs of shape {s}; "
+                             f"got {tuple(x.shape)}")
         return self.net(x)
     def skeleton(self): return skeleton(self)
 
@@ -103,8 +110,9 @@ def use(self:Supernet,
     "Be the network `arch` with the weights that `lam` mixes"
     self.space.check(arch)
     before,rows = (self.arch, self.mixer.lam, self.in_use),max(1, len(self.choices.ops))
-    if lam is not None and (lam := check_code(lam, self.k)).ndim == 2 and len(lam) != rows:
-        raise ValueError(f"a code with a row per layer has {rows} rows here; got {len(lam)}")
+    if lam is not None: lam = check_code(lam, self.k)
+    if lam is not None and lam.ndim == 2 and len(lam) != rows: raise ValueError(
+        f"a code with a row per layer has {rows} rows here; got {len(lam)}")
     self.mixer.set(lam)
     self.switch(arch)
     self.in_use,self.before = (arch, lam),before
@@ -113,7 +121,8 @@ def use(self:Supernet,
 @patch
 def __enter__(self:Supernet):
     "What follows `with net.use(arch, lam):` runs as this architecture"
-    if self.before is None: raise RuntimeError("write `with net.use(arch, lam):`, which says what to be inside")
+    if self.before is None: raise RuntimeError(
+        "write `with net.use(arch, lam):`, which says what to be inside")
     self.stack.append(self.before)
     self.before = None
     return self
@@ -130,14 +139,16 @@ def subnet(self:Supernet,
     arch:Arch,             # the architecture
     lam=None,              # its code; the equal mixture if None
     weights:str='inherit', # 'inherit' the merged weights, or draw 'fresh' ones
-    data=None              # inputs, batch by batch, from which running statistics are collected
+    data=None  # inputs, batch by batch, from which running statistics are collected
 ) -> nn.Module:
     "The plain network of `arch`, with no choices and no items in it"
     one_of(weights, 'weights', ('inherit', 'fresh'))
     if weights == 'fresh' and data is not None:
-        raise ValueError("data is for the statistics of inherited weights; fresh ones have to be trained first")
+        raise ValueError("data is for the statistics of inherited weights; "
+                         "fresh ones have to be trained first")
     with self.use(arch, lam):
-        net = track_stats(merge(self.net, self._probe(), replace={c:c.chosen for cs in self.choices for c in cs}))
+        chosen = {c:c.chosen for cs in self.choices for c in cs}
+        net = track_stats(merge(self.net, self._probe(), replace=chosen))
     if weights == 'fresh': _redraw(net)
     elif data is not None: recalibrate(net, data)
     else:
@@ -148,27 +159,32 @@ def subnet(self:Supernet,
 @patch
 def _probe(self:Supernet):
     "An input that tells layers how many channels reach them, if some are cut"
-    if not any(m.width < m.theta.shape[1] for layers in self.cuts.values() for m,_ in layers): return None
+    layers = (m for layers in self.cuts.values() for m,_ in layers)
+    if not any(m.width < m.theta.shape[1] for m in layers): return None
     if self.in_shape is None: raise ValueError(
-        "layers are cut in width: to fit those after them, make the Supernet with `in_shape`, the shape of one input")
+        "layers are cut in width: to fit those after them, make the Supernet with "
+        "`in_shape`, the shape of one input")
     return next(self.parameters()).new_zeros(2, *self.in_shape)
 
+# %% ../nbs/19_supernet.ipynb #48842530
 @torch.no_grad()
 def _redraw(net):
     "Draw the parameters of `net` anew; what can't be drawn gets its first values"
     for m in net.modules():
-        for name in ('_reset_parameters', 'reset_parameters'):           # attention has the former
+        # attention has the former
+        for name in ('_reset_parameters', 'reset_parameters'):
             if hasattr(m, name): getattr(m, name)()
         for n,p in m.__dict__.get('start', {}).items(): m._parameters[n].copy_(p)
 
 def _refuse_empty_stats(bn, args):
-    "A hook for batch norms with empty running statistics: goes away in training, raises an error in evaluation"
+    "A hook that refuses evaluation with empty running statistics, and goes away in training"
     if bn.training or bn.num_batches_tracked > 0:
         for i,h in list(bn._forward_pre_hooks.items()):
             if h is _refuse_empty_stats: del bn._forward_pre_hooks[i]
     else: raise RuntimeError(
-        "this network has inherited its weights, but its batch norms have no running statistics yet: give `subnet` "
-        "some batches as `data`, or `recalibrate(net, batches)`, or train it, before using it in evaluation mode")
+        "this network has inherited its weights, but its batch norms have no running "
+        "statistics yet: give `subnet` some batches as `data`, or "
+        "`recalibrate(net, batches)`, or train it, before using it in evaluation mode")
 
 # %% ../nbs/19_supernet.ipynb #1d7c6278
 @patch
@@ -190,7 +206,7 @@ def forward_paths(self:Supernet,
 # %% ../nbs/19_supernet.ipynb #544b5fa8
 @patch
 def frozen(self:Supernet):
-    "Inside a `with` block, nothing of the supernet changes or gets a gradient: neither parameters nor buffers"
+    "Inside a `with` block, no parameter or buffer of the supernet changes"
     return _frozen(self)
 
 @contextmanager
@@ -198,7 +214,8 @@ def _frozen(net):
     free = [p for p in net.weights if p.requires_grad]
     buffers = [(m, m._buffers) for m in net.norms if m.running_mean is not None]
     for p in free: p.requires_grad_(False)
-    for m,own in buffers: m._buffers = {n:b if b is None else b.clone() for n,b in own.items()}
+    def copy_of(b): return b if b is None else b.clone()
+    for m,own in buffers: m._buffers = {n:copy_of(b) for n,b in own.items()}
     try: yield net
     finally:
         for p in free: p.requires_grad_(True)

@@ -139,6 +139,17 @@ def test_only_what_is_missing_is_made_again(whole):
     assert (folder/'report.html').read_bytes() == page
     assert all((folder/n).stat().st_mtime_ns == t for n,t in before.items() if n != 'report.html')
 
+@pytest.mark.parametrize('deaf', ['closed', 'gone', 'full'])
+def test_nobody_listens(whole, deaf):
+    "No standard output at all, a pipe that nobody reads, and a full disk behind it: the files are what counts"
+    folder = whole[0]
+    (folder/'report.html').unlink()
+    read,write = os.pipe()
+    os.close(read)
+    out = dict(closed=None, gone=write, full=os.open('/dev/full', os.O_WRONLY) if Path('/dev/full').exists() else write)[deaf]
+    res = subprocess.run([command, '--resume', '--out', folder], stdout=out, stderr=subprocess.PIPE, preexec_fn=(lambda: os.close(1)) if out is None else None)
+    assert (res.returncode, res.stderr) == (0, b'') and (folder/'report.html').exists()
+
 # Refused ---------------------------------------------------------------------------------------------------------------------
 
 def state(folder): return {p: p.stat().st_mtime_ns for p in sorted(folder.rglob('*'))}
@@ -621,7 +632,7 @@ def test_extended(calm, tmp_path):
 def test_only_needed_checkpoints_are_left(calm):
     folder = calm/'runs/digits/checkpoints'
     assert [len(list(d.glob('epoch_*.pt'))) for d in (folder/'supernet', folder/'alone')] == [1, 0]
-    assert sum(1 for _ in (folder/'alone').rglob('epoch_*.pt')) == 2*2 and sum(1 for _ in (folder/'alone').rglob('curve.csv')) > 2*2
+    assert sum(1 for _ in (folder/'alone').rglob('epoch_*.pt')) == 2*2 and sum(1 for _ in (folder/'alone').rglob('curve-*.csv')) > 2*2
 
 def test_useless_budgets_are_told(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

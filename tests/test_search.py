@@ -12,12 +12,14 @@ from pathlib import Path
 import joblib
 import pytest
 import torch
+from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.losses import CrossEntropyLossFlat
 from sklearn.datasets import load_digits
 
 from kshot_nas.archive import Archive, read_archive
 from kshot_nas.cost import CostTable
+from kshot_nas.finalists import Trainings
 from kshot_nas.learner import kshot_learner
 from kshot_nas.problem import ArchProblem, landscape
 from kshot_nas.search import search
@@ -284,7 +286,17 @@ class Working(Noted):
         time.sleep(self.seconds)
         return acc(arch)
 
-def employ(log): quiet(ArchProblem(space, Working(log, 0.1), table), workers=2)
+def in_a_search(log): quiet(ArchProblem(space, Working(log, 0.1), table), workers=2)
+
+class NoteWho(Callback):
+    "Notes who trains"
+    def __init__(self, log): self.log = log
+    def after_batch(self): Working(self.log, 0.05)(space.sample(1, seed=0)[0])
+
+def in_the_finals(log):
+    data = [(torch.zeros(1,8,8), i % 10) for i in range(20)]
+    dls = DataLoaders.from_dsets(data, data, bs=4, num_workers=0, device='cpu')
+    Trainings(dls, net.subnet, log.parent/'alone', workers=2, cbs=NoteWho(log)).curves(space.sample(4, seed=0), 1000)
 
 def alive(pid):
     "Is there such a process, and has it not ended?"
@@ -292,7 +304,8 @@ def alive(pid):
     except OSError: return False
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/stat'), reason='this system does not tell whether a process has ended')
-def test_workers_end_with_their_parent(tmp_path):
+@pytest.mark.parametrize('employ', [in_a_search, in_the_finals], ids=lambda f: f.__name__)
+def test_workers_end_with_their_parent(employ, tmp_path):
     log = tmp_path/'log'
     log.touch()
     proc = get_context('spawn').Process(target=employ, args=(log,))                 # a daemon may have no workers
@@ -306,6 +319,16 @@ def test_workers_end_with_their_parent(tmp_path):
     left = [pid for pid in workers if alive(pid)]
     for pid in left: os.kill(pid, signal.SIGKILL)
     assert not left, 'they live on'
+
+def employ_and_end(): quiet(ArchProblem(space, acc, table), workers=2, gens=2)
+
+def test_nobody_waits_for_idle_workers():
+    "joblib keeps processes for five minutes, and a process of multiprocessing waits for those that it has started"
+    proc = get_context('spawn').Process(target=employ_and_end)
+    proc.start()
+    try: proc.join(200)
+    finally: code,_ = proc.exitcode,proc.kill()
+    assert code == 0
 
 # For long: memory must not grow, and pace must not drop -----------------------------------------------------------------------
 

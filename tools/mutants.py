@@ -89,9 +89,9 @@ def some(text, n, seed=0):
 
 # Who notices ------------------------------------------------------------------------------------------------------------------
 
-def run(nb, file):
-    "Run the notebook `nb`, after the module `file` has changed"
-    own,parts = exported(nb)
+def steps(nb, file):
+    "Run the notebook `nb` cell by cell, after the module `file` has changed; the id of a cell is told before it is run"
+    own,_ = exported(nb)
     if own != file:                                                                             # it imports the module
         for name in [n for n in sys.modules if n.split('.')[0] == 'kshot_nas']: del sys.modules[name]
     os.chdir(nb.parent)
@@ -100,19 +100,23 @@ def run(nb, file):
     for cell in json.loads(nb.read_text(encoding='utf-8'))['cells']:
         source = ''.join(cell['source'])
         if cell['cell_type'] != 'code' or source.startswith('#| slow') or 'nbdev_export(' in source: continue
+        yield cell['id']
+        parts = exported(nb)[1]
         exec(compile(parts.get(cell['id'], source), own if cell['id'] in parts else f"cell {cell['id']}", 'exec'), vars(main))
 
-def outcome(nb, file, text, limit):
-    "'passed', or how the notebook ended instead, where the module `file` has the source `text`"
+def finish(it):
+    for _ in it: pass
+
+def outcome(f, limit):
+    "What `f()` returns in a process of its own, or None and how that ended instead"
     told,tell = os.pipe()
-    file.write_text(text, encoding='utf-8')
     if not (pid := os.fork()):
         null = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2): os.dup2(null, fd)
         os.setpgid(0, 0)
         resource.setrlimit(resource.RLIMIT_DATA, (6*2**30,)*2)                                  # a fault may ask for any amount
-        try: run(nb, file); os.write(tell, b'passed')
-        except BaseException as e: os.write(tell, f'{type(e).__name__}: {str(e).strip()[:150]}'.encode())
+        try: os.write(tell, json.dumps([f(), 'passed']).encode())
+        except BaseException as e: os.write(tell, json.dumps([None, f'{type(e).__name__}: {str(e).strip()[:150]}']).encode())
         finally: os._exit(0)
     os.close(tell)
     end = time.monotonic() + limit
@@ -122,8 +126,24 @@ def outcome(nb, file, text, limit):
             break
         time.sleep(0.02)
     with suppress(ProcessLookupError): os.killpg(pid, 9)                                        # workers that it left behind
-    with open(told, 'rb') as f: os.set_blocking(told, False); said = f.read() or b''
-    return said.decode(errors='replace') or ('it took too long' if time.monotonic() > end else 'it died')
+    with open(told, 'rb') as f: os.set_blocking(told, False); said = f.read()
+    return json.loads(said) if said else [None, 'it took too long' if time.monotonic() > end else 'it died']
+
+def with_text(file, text, changed, f, limit):
+    "The outcome of `f` while the module has other contents"
+    file.write_text(changed, encoding='utf-8')
+    try: return outcome(f, limit)[1]
+    finally: file.write_text(text, encoding='utf-8')
+
+def own_notebook(nb, file, text, tried, limit):
+    "How the module's own notebook ends with each of its mutants: what stands before the changed cell is run once for all"
+    said,parts,it = {},exported(nb)[1],steps(nb, file)
+    def cell(changed): return next(c for c,part in exported(nb, {file: changed})[1].items() if part.strip() != parts[c].strip())
+    where = {m:cell(m[-1]) for m in tried}
+    for at in it:
+        for i,m in enumerate(tried):
+            if where[m] == at: said[i] = with_text(file, text, m[-1], lambda: finish(it), limit)
+    return [said[i] for i in range(len(tried))]                 # it came to its own end behind them all, so none has spoiled it for others
 
 # All of them ------------------------------------------------------------------------------------------------------------------
 
@@ -156,25 +176,33 @@ def main(argv=None):
     matplotlib.use('agg'); torch.set_num_threads(1); plt.show = plt.close
     os.environ['IN_TEST'] = '1'
     found.parent.mkdir(exist_ok=True)
-    for nb in nbs:
-        file = exported(nb)[0]
-        if not file or file.parent != root/'kshot_nas' or file.stem == 'all' or (args.modules and file.stem not in args.modules): continue
+    modules = {file.stem:(nb, file) for nb in nbs if (file := exported(nb)[0]) and file.parent == root/'kshot_nas' and file.stem != 'all'}
+    for nb,file in [modules[name] for name in args.modules or modules]:
         module = importlib.import_module(f'kshot_nas.{file.stem}')
         if Path(module.__file__) != file: sys.exit(f'{module.__file__} would be tried, not {file}')
-        text,known,took = file.read_text(encoding='utf-8'),{r['key']:r for r in results()},{}
-        for line,old,new,changed in some(text, args.n):
-            context = '\n'.join(text.splitlines()[max(0, line-3):line+2])
-            key = hashlib.sha256('\0'.join([file.stem, context, old, new]).encode()).hexdigest()[:12]
-            if key in known and not (args.again and not known[key]['caught']): continue
-            for witness in [nb, *importers(file)]:
-                if witness not in took:
-                    start = time.monotonic()
-                    if (said := outcome(witness, file, text, 600)) != 'passed': sys.exit(f'{witness.name} fails as it is: {said}')
-                    took[witness] = time.monotonic() - start
-                said = outcome(witness, file, changed, 4*took[witness] + 10)
-                if said != 'passed': break
-            row = dict(key=key, module=file.stem, line=line, old=old, new=new, caught=said != 'passed' and witness.name, how=said)
-            file.write_text(text, encoding='utf-8')
+        text,known = file.read_text(encoding='utf-8'),{r['key']:r for r in results()}
+        def key(m):
+            context = '\n'.join(text.splitlines()[max(0, m[0]-3):m[0]+2])
+            return hashlib.sha256('\0'.join([file.stem, context, *m[1:3]]).encode()).hexdigest()[:12]
+        tried = [m for m in some(text, args.n) if (r := known.get(key(m))) is None or (args.again and not r['caught'])]
+        took = {}
+        def limit(witness):
+            if witness not in took:
+                start = time.monotonic()
+                if (how := outcome(lambda: finish(steps(witness, file)), 900)[1]) != 'passed': sys.exit(f'{witness.name} fails as it is: {how}')
+                took[witness] = time.monotonic() - start
+            return 4*took[witness] + 10
+        if not tried: continue
+        longest = limit(nb)
+        said,how = outcome(lambda: own_notebook(nb, file, text, tried, longest), 10**5)
+        if said is None:
+            print(f'{nb.name} does not bear mutants one after the other ({how}), so each begins anew', flush=True)
+            said = [with_text(file, text, m[-1], lambda: finish(steps(nb, file)), longest) for m in tried]
+        for m,how in zip(tried, said):
+            line,old,new,changed = m
+            witnesses = [nb, *importers(file)]
+            while how == 'passed' and witnesses[1:]: del witnesses[0]; how = with_text(file, text, changed, lambda: finish(steps(witnesses[0], file)), limit(witnesses[0]))
+            row = dict(key=key(m), module=file.stem, line=line, old=old, new=new, caught=how != 'passed' and witnesses[0].name, how=how)
             with open(found, 'a') as f: f.write(json.dumps(row) + '\n')
             print(f"{'caught  ' if row['caught'] else 'SURVIVED'} {file.stem}:{line}: {old} -> {new}", flush=True)
     latest = {r['key']:r for r in results() if not args.modules or r['module'] in args.modules}

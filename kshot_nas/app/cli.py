@@ -159,7 +159,7 @@ def _carry_out(plan, folder, args, command, signals) -> int:
     def say(text):
         log.info(text)
         _show('  ' + text)
-    run = Run(plan, folder, args.get('workers', 1), args.get('onnx'), args.get('int8', False), sys.stdout.isatty(), say)
+    run = Run(plan, folder, args.get('workers', 1), args.get('onnx'), args.get('int8', False), bool(sys.stdout) and sys.stdout.isatty(), say)
     run.start(command)
     try:
         log.info(f'{command}\n{plan}')
@@ -182,7 +182,8 @@ def _carry_out(plan, folder, args, command, signals) -> int:
 def _show(text, file=None):
     "Print text; what would steer a terminal, as the names of folders may, is shown and not obeyed"
     def plain(c): return c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf', 'Zl', 'Zp') else ascii(c)[1:-1]
-    print(''.join(map(plain, text)), file=file, flush=True)
+    try: print(''.join(map(plain, text)), file=file, flush=True)
+    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())    # nobody listens: go on
 
 def _complain(text): _show(f"kshot_search: {' '.join(str(text).split())}", sys.stderr)
 

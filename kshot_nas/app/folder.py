@@ -147,6 +147,7 @@ def check(self:RunFolder,
     real = shutil.disk_usage(above).total > 0                       # not so in /proc, where root may write and can't
     if not (real and os.access(above, os.W_OK | os.X_OK)):
         raise ValueError(f"{above} can't be written to: use another --out")
+    self._check_kinds()
     if config := self.config():
         there = config['settings']
         both = [k for k in extendable if type(there.get(k)) is type(wanted.get(k)) is int]
@@ -159,6 +160,13 @@ def check(self:RunFolder,
     def ours(p): return p.name.startswith('.') or (p.name == 'log.txt' and not p.stat().st_size)    # killed at once
     if folder.exists() and not all(map(ours, folder.iterdir())):
         raise ValueError(f"{folder} has other files in it: use another --out, or an empty folder")
+
+@patch
+def _check_kinds(self:RunFolder):
+    "Raise an error if something here would let us wait for ever, or write to a file elsewhere"
+    names = self.path.iterdir() if self.path.is_dir() else ()
+    odd = [p for p in names if not (p.is_file() or p.is_dir()) or (p.name == 'log.txt' and p.is_symlink())]
+    if odd: raise ValueError(f"{odd[0]} is a link, or no file at all: remove it, or use another --out")
 
 # %% ../../nbs/app/60_folder.ipynb #748783c9
 class Results:

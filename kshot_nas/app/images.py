@@ -55,6 +55,7 @@ def _problem(file):
         with Image.open(file) as im:
             if im.width*im.height > _most_pixels: return (
                 f'{file}: it has {im.width:,} x {im.height:,} pixels, more than {_most_pixels//10**6} million')
+            if im.mode[0] in 'IF': return f'{file}: it has more than 8 bits for a pixel: convert it to 8 bits'
             im.draft('RGB', (1,1))
             im.load()
     except Exception as e: return f'{file}: {" ".join(str(e).split()) or type(e).__name__}'
@@ -64,7 +65,8 @@ def check_images(files:list):
     with ThreadPoolExecutor(4) as pool: bad = [p for p in pool.map(_problem, files, chunksize=64) if p]
     if not bad: return
     raise ValueError('\n  '.join([f"{len(bad)} of {len(files):,} images can't be read: "
-                                  f"remove or replace {'it' if len(bad) == 1 else 'them'}", *bad]))
+                                  f"remove or replace {'it' if len(bad) == 1 else 'them'}", *bad[:10],
+                                  *(['...'] if len(bad) > 10 else [])]))
 
 # %% ../../nbs/app/59_images.ipynb #b0cd59a1
 def _digest(file) -> str:

@@ -50,7 +50,7 @@ def complete(
     if res['size'] is None: res['size'] = image_size(res['space'])
     for name in ('size', 'epochs', 'bs', 'pop', 'gens', 'finalists', 'retrain_epochs', 'trials', 'k'):
         whole(res[name], name, 1)
-    whole(res['seed'], 'seed')
+    whole(res['seed'], 'seed', 0, 2**32)
     number(res['valid_pct'], 'valid_pct, a percentage,', above=0, below=100)
     number(res['lr'], 'lr', above=0)
     if res['max_flops'] is not None: number(res['max_flops'], 'max_flops', above=0)
@@ -103,6 +103,7 @@ def make_plan(
 ) -> Plan:
     "Look at the data, build the supernet, check the budget"
     s,device = dict(settings),_find_device(device)
+    _afford(4*3*s['bs']*s['size']**2, device, '--bs or --size')                     # a batch of images
     task = digits_task(s, device) if s['data'] == 'digits' else folder_task(s, device, workers, check)
     _check_items(task, s, device)
     try: learn = kshot_learner(task.dls, task.supernet, k=s['k'], preset=s['preset'], n_out=len(task.classes),
@@ -118,6 +119,7 @@ def make_plan(
         f"no architecture has at most {s['max_flops']:,} multiply-adds: "
         f"those of this space have {low:,} to {high:,}; give --max-flops in this range")
     table.sample_under(1, max_flops=s['max_flops'], seed=0)                         # an error now, not after training
+    _check_finalists(learn.space, table, s)
     return Plan(s, task, learn, table)
 
 # %% ../../nbs/app/62_plan.ipynb #2c4f1f75
@@ -134,9 +136,20 @@ def _check_items(task, s, device):
     "Raise an error if so many items of every weight are too many for the memory, before they are made"
     try: one = supernet_for(task.dls, task.supernet, 1, None, len(task.classes), s['seed'])
     except Exception: return                                                # what is wrong, building it will tell
-    need,free = 4*3*s['k']*sum(p.numel() for p in one.parameters()),free_memory(device)
-    if need > free: raise ValueError(f"this plan needs about {short(need, 'B')} of memory, "
-                                     f"and {short(free, 'B')} are free: use a smaller --k")
+    _afford(4*3*s['k']*sum(p.numel() for p in one.parameters()), device, '--k')
+
+def _afford(need, device, what):
+    "Raise an error if the memory is too small, before any of it is taken"
+    if need > (free := free_memory(device)): raise ValueError(
+        f"this plan needs about {short(need, 'B')} of memory, and {short(free, 'B')} are free: use a smaller {what}")
+
+def _check_finalists(space, table, s):
+    "Raise an error if a small space has too few architectures for the finals"
+    if space.size > 10**5: return
+    n = int((table.flops(list(space)) <= s['max_flops']).sum())
+    if n < 2*s['finalists']: raise ValueError(
+        f"{counted(n, 'architecture')} of this space are within the budget, too few for {s['finalists']} finalists "
+        f"and as many others: use --finalists {n//2}" if n > 1 else "a single architecture meets the budget: widen it")
 
 # %% ../../nbs/app/62_plan.ipynb #4a9902de
 def counted(
