@@ -87,7 +87,7 @@ def eval_arch(self:KShotLearner,
 ) -> dict:
     "Loss and metrics of `arch` on the validation set, with borrowed weights"
     one_of(stats, 'stats', ('batch', 'train'))
-    lam = self.code(arch) if lam is None else lam           # π(a; σ*): eq. k_search
+    lam = self.code(arch) if lam is None else lam       # π(a; σ*): eq. k_search
     training = self.model.training
     try:
         self.model.eval()
@@ -99,8 +99,8 @@ def eval_arch(self:KShotLearner,
         running = [m for m in self.net.norms if m.running_mean is not None]
         kept = self.net.frozen() if running else nullcontext()
         with torch.inference_mode(), kept, self.net.use(arch, lam):
-            for m in running: m.train()         # the statistics of the batch
-            return self._measure(self.net)      # Acc_val(a, Θ*·π(a; σ*)): eq. k_search
+            for m in running: m.train()     # the statistics of the batch
+            return self._measure(self.net)  # Acc_val(a, Θ*·π(a; σ*)): eq. k_search
     finally:
         self.model.train(training)
         self._end_cleanup()
