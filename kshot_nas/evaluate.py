@@ -36,7 +36,8 @@ def attempt(
         res = evaluate(arch)
         res = {k:float(v) for k,v in res.items()} if isinstance(res, dict) else {metric: float(res)}
         if metric not in res:
-            raise ValueError(f"the evaluator gave {', '.join(res) or 'nothing'}, but not {metric!r}")
+            raise ValueError(f"the evaluator gave {', '.join(res) or 'nothing'}, "
+                             f"but not {metric!r}")
         return res,None if np.isfinite(res[metric]) else f'{metric} is {res[metric]}'
     except OSError: raise
     except Exception: return {},traceback.format_exc().strip()
@@ -60,8 +61,10 @@ def _work(key, package, versions, threads, pid, metric, arch):
     me = threading.current_thread()
     if getattr(me, 'kshot_key', None) != key:
         here = _versions()
-        if here != versions: raise RuntimeError(f"a worker has {here}, and the process it works for has {versions}: "
-                                                "install the same versions on all machines")
+        if here != versions: raise RuntimeError(f"a worker has {here}, and the "
+                                                f"process it works for has {versions}: "
+                                                "install the same versions on "
+                                                "all machines")
         torch.set_num_threads(threads)                  # rounding depends on it
         end_with(pid)
         me.kshot_key,me.kshot_evaluate = key,cloudpickle.loads(package.tobytes())
@@ -70,7 +73,9 @@ def _work(key, package, versions, threads, pid, metric, arch):
 # %% ../nbs/29_evaluate.ipynb #d4a2287a
 def employ(workers:int|None, **kwargs) -> joblib.Parallel:
     "`joblib.Parallel`, whose processes don't keep this one from ending for as long as they stay ready for more"
-    Finalize(None, lambda: get_reusable_executor(kill_workers=True).shutdown(), exitpriority=1)
+    # another executor takes the place of joblib's, and needs no processes
+    Finalize(None, get_reusable_executor, kwargs=dict(kill_workers=True),
+             exitpriority=1)
     return joblib.Parallel(workers, **kwargs)
 
 def _evaluate_here(problem:ArchProblem, archs:list) -> Iterator:
@@ -104,8 +109,10 @@ def _evaluate_there(work:Callable, archs:list, tries=3) -> Iterator:
                 yield res
             return
         except CancelledError as e: lost = e
-    raise RuntimeError(f"workers were lost {tries} times, the last time with {len(left)} architectures to evaluate: "
-                       "have they enough memory? Then search again, with an archive nothing is lost") from lost
+    raise RuntimeError(f"workers were lost {tries} times, the last time with "
+                       f"{len(left)} architectures to evaluate: "
+                       "have they enough memory? Then search again, with an "
+                       "archive nothing is lost") from lost
 
 # %% ../nbs/29_evaluate.ipynb #27d88aa6
 class Evaluations:
@@ -119,7 +126,8 @@ class Evaluations:
         total:int=None       # show a bar for this many; or a function that is told of each evaluation; no bar if None
     ):
         if type(workers) is not int or workers == 0:
-            raise ValueError(f"workers must be an int: 1, 2, ..., or -1 for one per processor; got {workers!r}")
+            raise ValueError("workers must be an int: 1, 2, ..., or -1 for one "
+                             f"per processor; got {workers!r}")
         self.problem,self.seed = problem,seed
         # what has been evaluated, and in how many generations
         self.records,self.generation = {},0
@@ -192,8 +200,10 @@ def score(self:Evaluations, archs:list):
         self.records[arch] = record
         if self.bar: self.bar.show(self, record)
     if not self.succeeded:
-        raise RuntimeError(f"the evaluator failed for all of the first {len(archs)} architectures; "
-                           f"this is how it failed for {archs[0]}:\n{self.records[archs[0]]['failure']}")
+        raise RuntimeError("the evaluator failed for all of the first "
+                           f"{len(archs)} architectures; "
+                           "this is how it failed for "
+                           f"{archs[0]}:\n{self.records[archs[0]]['failure']}")
 
 @patch
 def _costs(self:Evaluations, archs:list) -> dict:

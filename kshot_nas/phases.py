@@ -117,11 +117,11 @@ class AlternatingTraining(Callback):
     "Decides who is trained in each step, on which paths and with which codes"
     order = 55                  # after those that change a batch, such as MixUp
     def __init__(self,
-        n_paths:int=16,      # architectures in a step for the codes
-        how:str='uniform',   # how they are drawn: see SearchSpace.sample
-        n_valid:int=8,       # architectures that take turns in validation
-        seed:int=0,          # decides architectures, order of images, augmentation
-        cost=None            # for how='balanced'
+        n_paths:int=16,     # architectures in a step for the codes
+        how:str='uniform',  # how they are drawn: see SearchSpace.sample
+        n_valid:int=8,      # architectures that take turns in validation
+        seed:int=0,         # decides architectures, order of images, augmentation
+        cost=None           # for how='balanced'
     ):
         whole(n_paths, 'n_paths', 1)
         whole(n_valid, 'n_valid', 1)

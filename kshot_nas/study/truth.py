@@ -138,7 +138,8 @@ def build(
     file = Path(folder)/f'{bench.name}.csv'
     rows = _read_rows(file)
     todo = [(a,s) for s in range(n_seeds) for a in archs if (a,s) not in rows]
-    run = employ(workers or os.cpu_count(), return_as='generator_unordered', batch_size=4)
+    run = employ(workers or os.cpu_count(), return_as='generator_unordered',
+                 batch_size=4)
     done = run(joblib.delayed(_train_one)(bench, *t) for t in todo)
     with open(file, 'a') as f:
         for arch,seed,result in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
