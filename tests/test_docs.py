@@ -157,7 +157,7 @@ def test_the_bar_leads_to_the_sources():
     cfg = yaml.safe_load((root/'_quarto.yml').read_text())['website']
     ini = (root/'settings.ini').read_text()
     user,repo = (re.search(rf'^{k} = (.+)', ini, re.M)[1] for k in ('user', 'repo'))
-    assert [t['href'] for t in cfg['navbar']['tools']] == [f'https://github.com/{user}/{repo}']
+    assert [t['href'] for t in cfg['navbar']['right']] == [f'https://github.com/{user}/{repo}']
     assert 'source' in cfg['repo-actions'] and cfg['repo-subdir'] == 'nbs'
 
 # What Sphinx makes of it -----------------------------------------------------------------------------------------------------------
