@@ -51,8 +51,8 @@ ablations: $(READY) ## Compare ways of sharing weights on the digits bench: abou
 	$(BIN)/python benchmarks/ablations.py
 	$(BIN)/python benchmarks/bench_search.py
 
-docs: $(READY) ## Build the docs site in _docs, with Quarto where there is one
-	if command -v quarto >/dev/null; then $(BIN)/nbdev_docs; else $(BIN)/python tools/docs.py; fi
+docs: $(READY) ## Build the docs site in _docs, with Quarto where there is one, else with Sphinx
+	$(BIN)/python tools/docs.py
 
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv .venv-latest .venv-oldest _docs _proc build dist *.egg-info runs .hypothesis

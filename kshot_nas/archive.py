@@ -69,7 +69,8 @@ def _check_locks(folder):
     with file:
         try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            raise OSError(errno.ENOLCK, f'there are no locks on this disk ({e.strerror})') from e
+            raise OSError(errno.ENOLCK, 'there are no locks on this disk '
+                                        f'({e.strerror})') from e
 
 def _connect(path):
     "A connection to the file `path`, each statement of which is one change"
@@ -160,7 +161,8 @@ def get(self:Archive, archs:list) -> dict:
     held = {}
     with _clear_errors(self.path):
         for a in archs:
-            found = self.db.execute('SELECT * FROM evaluations WHERE settings=? AND arch=?', (self.settings, str(a)))
+            found = self.db.execute('SELECT * FROM evaluations WHERE settings=? '
+                                    'AND arch=?', (self.settings, str(a)))
             for row in _rows(found): held[a] = json.loads(row['metrics']),row['failure']
     return held
 
@@ -190,7 +192,8 @@ def put(self:Archive,
 def forget_failures(self:Archive):
     "Remove the evaluations that failed, so that they are tried again"
     with _clear_errors(self.path):
-        self.db.execute('DELETE FROM evaluations WHERE failure IS NOT NULL AND settings=?', (self.settings,))
+        self.db.execute('DELETE FROM evaluations WHERE failure IS NOT NULL AND '
+                        'settings=?', (self.settings,))
 
 # %% ../nbs/27_archive.ipynb #84fea8c7
 def read_archive(path) -> pd.DataFrame:

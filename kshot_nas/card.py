@@ -37,10 +37,13 @@ for file in sys.argv[1:]:
 """
 
 # %% ../nbs/41_card.ipynb #2af1c767
-_meaning = dict(borrowed='with weights borrowed from the supernet: for ranking architectures, '
+_meaning = dict(borrowed='with weights borrowed from the supernet: for ranking '
+                         'architectures, '
                          'not what the network is capable of',
-                retrained='after training on its own; averaged weights, those that are exported',
-                int8='the same network with whole numbers of 8 bits, in a file of its own')
+                retrained='after training on its own; averaged weights, those '
+                          'that are exported',
+                int8='the same network with whole numbers of 8 bits, in a file '
+                     'of its own')
 
 def _version(name):
     "The installed version of a package"

@@ -55,7 +55,8 @@ def published(
     "A temporary path to write to, which becomes `path` in the end if nothing fails"
     path = Path(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} to: make it first")
+        raise FileNotFoundError(f"there is no folder {path.parent} to write "
+                                f"{path.name} to: make it first")
     _remove_leftovers(path)
     tmp = path.with_name(f'.{path.stem}.{os.getpid()}.tmp{path.suffix}')
     try:
@@ -240,10 +241,12 @@ def _item_changes(there, here):
     moved = len(train & valid2 - valid) + len(valid & train2 - train)
     new,gone = len((train2|valid2) - (train|valid)),len((train|valid) - (train2|valid2))
     if moved or new or gone: return [
-        f"items: {moved} changed sides between training and validation, {new} are new, {gone} are gone. "
+        f"items: {moved} changed sides between training and validation, {new} "
+        f"are new, {gone} are gone. "
         "If the split is random, pass `seed` to the splitter: RandomSplitter(seed=42), "
         "ImageDataLoaders.from_folder(..., valid_pct=0.2, seed=42)"]
-    log.warning("the items are those of the checkpoint, but in another order: the run is not repeated to the last bit")
+    log.warning("the items are those of the checkpoint, but in another order: "
+                "the run is not repeated to the last bit")
     return []
 
 @patch
@@ -255,7 +258,8 @@ def load(self:SaveCheckpoints, learn) -> dict|None:
         diff = [f'{k}: {old.get(k)!r} there, {v!r} here'
                 for k,v in self.config.items() if old.get(k) != v]
         if diff := diff + _item_changes(state.pop('items', None), self.items): raise ValueError(
-            f"{path} belongs to another run; use another folder, or the same settings. They differ in\n  "
+            f"{path} belongs to another run; use another folder, or the same "
+            "settings. They differ in\n  "
             + '\n  '.join(diff))
         learn.model.load_state_dict(state.pop('model'))  # and don't hold it twice
         learn.opt.load_state_dict(state.pop('opt'))
@@ -272,7 +276,8 @@ class ResumableLearner(Learner):
 
     def check_finite(self):
         "Raise an error if the training has gone wrong"
-        advice = (f" after epoch {self.epoch}: look for such numbers in the data, try a smaller learning rate or "
+        advice = (f" after epoch {self.epoch}: look for such numbers in the "
+                  "data, try a smaller learning rate or "
                   "gradient clipping (GradientClip(10.)); checkpoints are from before")
         if not self.recorder.smooth_loss.val.isfinite(): raise FloatingPointError(
             f"the training loss is not finite{advice}")
@@ -292,6 +297,7 @@ class ResumableLearner(Learner):
                 self.fit(n_epoch, lr, wd=wd, cbs=[*L(cbs), *L(saver)])
                 self.check_finite()
             else:
-                log.info(f"{saver.folder} holds the finished run: nothing left to train")
+                log.info(f"{saver.folder} holds the finished run: nothing left "
+                         "to train")
             return self.first < n_epoch
         finally: self.first = 0

@@ -22,8 +22,9 @@ from .supernet import Supernet
 
 # %% ../nbs/24_cost.ipynb #10875683
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm
-_counted = nn.Conv1d,nn.Conv2d,nn.Linear,*_norms                  # layers that may be cut; others cost what they cost
-def _can_be_cut(m): return isinstance(m, _counted) and getattr(m, 'channel_dim', 1) is not None
+_counted = nn.Conv1d,nn.Conv2d,nn.Linear,*_norms          # layers that may be cut
+def _can_be_cut(m):
+    return isinstance(m, _counted) and getattr(m, 'channel_dim', 1) is not None
 
 class _Shapes:
     "Sends shapes through a copy of a supernet that has no weights"
@@ -32,93 +33,109 @@ class _Shapes:
         self.net.in_shape = in_shape
         for m in self.net.modules():
             if _can_be_cut(m): m.register_forward_hook(self._note)
-            elif any(True for _ in m.parameters(recurse=False)): m.register_forward_hook(self._note_other)
+            elif any(True for _ in m.parameters(recurse=False)):
+                m.register_forward_hook(self._note_other)
 
     def _note(self, m, args, out):
-        dim = getattr(m, 'channel_dim', -1 if isinstance(m, (nn.Linear, nn.LayerNorm)) else 1)
-        before = self.seen[m][2] if m in self.seen else 0                 # a layer may run twice
-        self.seen[m] = args[0].shape[dim],out.shape[dim],before + out.numel()//out.shape[dim]
+        last = isinstance(m, (nn.Linear, nn.LayerNorm))
+        dim = getattr(m, 'channel_dim', -1 if last else 1)
+        before = self.seen[m][2] if m in self.seen else 0  # a layer may run twice
+        positions = before + out.numel()//out.shape[dim]
+        self.seen[m] = args[0].shape[dim],out.shape[dim],positions
 
     def _note_other(self, m, args, out):
         x = args[0]
-        n = x.numel()//x.shape[1 if isinstance(m, nn.modules.conv._ConvTransposeNd) else -1]
+        transposed = isinstance(m, nn.modules.conv._ConvTransposeNd)
+        n = x.numel()//x.shape[1 if transposed else -1]
         self.seen[m] = 0,0,n + (self.seen[m][2] if m in self.seen else 0)
-        for c in m.children():                                            # attention reads the weights of a layer
-            if isinstance(c, nn.Linear) and c not in self.seen: self.seen[c] = c.in_features,c.out_features,n
+        for c in m.children():  # attention reads the weights of a layer
+            if isinstance(c, nn.Linear) and c not in self.seen:
+                self.seen[c] = c.in_features,c.out_features,n
 
     def __call__(self, arch):
-        "Channels in, channels out and output positions of every layer that runs in `arch`"
+        "Channels in, channels out and positions of every layer that runs in `arch`"
         self.seen = {}
         self.net.switch(arch)
         try: self.net(torch.empty(1, *self.in_shape, device='meta'))
-        except Exception as e:
-            raise ValueError(f"{arch} can't run on inputs of shape {self.in_shape}, as its cost requires: {e}") from e
+        except Exception as e: raise ValueError(
+            f"{arch} can't run on inputs of shape {self.in_shape}, "
+            f"as its cost requires: {e}") from e
         return self.seen
 
 # %% ../nbs/24_cost.ipynb #d05c25c7
 def _costs(m, n_in, n_out, positions):
     "Multiply-adds and parameters of the layer `m`, for numbers (or arrays) of channels"
     if not _can_be_cut(m): return _other_costs(m, n_out, positions)
-    n_params = sum(1 for _ in m.parameters(recurse=False))                # weight and bias, or fewer
-    if isinstance(m, _norms): return 0*n_out, n_params*n_out*math.prod(getattr(m, 'normalized_shape', ())[:-1])
+    # weight and bias, or fewer
+    n_params = sum(1 for _ in m.parameters(recurse=False))
+    if isinstance(m, _norms):
+        others = math.prod(getattr(m, 'normalized_shape', ())[:-1])
+        return 0*n_out, n_params*n_out*others
     if getattr(m, 'groups', 1) > 1: n_in = m.in_channels//m.groups
     weights = n_out*n_in*math.prod(getattr(m, 'kernel_size', ()))
-    return positions*weights, weights + (n_params-1)*n_out
+    return positions*weights, weights + (n_params-1)*n_out    # p h w c_out c_in/g
 
 def _other_costs(m, n_out, positions):
-    "The same for what can't be cut: multiply-adds if it is a transposed convolution or attention"
+    "The same for what can't be cut, such as transposed convolutions and attention"
     k = m.k if isinstance(m, KLayer) else 1
-    own = [p.numel()//k for p in m.parameters(recurse=False)]
-    matrices = sum(p.numel()//k for p in m.parameters(recurse=False) if p.ndim - isinstance(m, KLayer) > 1)
-    multiplies = isinstance(m, (nn.modules.conv._ConvTransposeNd, nn.MultiheadAttention))
-    return 0*n_out + positions*matrices*multiplies, 0*n_out + sum(own)
+    own = list(m.parameters(recurse=False))
+    matrices = [p for p in own if p.ndim - isinstance(m, KLayer) > 1]
+    n_params,n_weights = (sum(p.numel()//k for p in ps) for ps in (own, matrices))
+    multiplying = nn.modules.conv._ConvTransposeNd,nn.MultiheadAttention
+    flops = positions*n_weights*isinstance(m, multiplying)
+    return 0*n_out + flops, 0*n_out + n_params
 
 # %% ../nbs/24_cost.ipynb #350471e5
 def _alike(space):
-    "The architectures in which all layers use the same operation (rows) and the same ratio (columns), or their last"
+    "Architectures with one operation (rows) and one ratio (columns) everywhere"
     n_ops,n_ratios = (max(map(len, o), default=1) for o in (space.ops, space.widths))
     def at(i, choices): return [min(i, len(c)-1) for c in choices]
-    return [[Arch(at(i, space.ops), at(j, space.widths)) for j in range(n_ratios)] for i in range(n_ops)]
+    def arch(i, j): return Arch(at(i, space.ops), at(j, space.widths))
+    return [[arch(i, j) for j in range(n_ratios)] for i in range(n_ops)]
 
 class _Probes:
-    "What is seen of every layer in `archs`, which differ in width alone, and at widths that tell what depends on what"
+    "What is seen of every layer in `archs`, and at widths that tell dependences"
     def __init__(self, shapes, space, archs):
         ops,widths = archs[-1].ops,archs[-1].widths
         def cut(b): return [0 if n >> b & 1 else w for n,w in enumerate(widths, 1)]
         self.space,self.ratios = space,[shapes(a) for a in archs]
-        self.full,self.bits = self.ratios[-1],[shapes(Arch(ops, cut(b))) for b in range(len(widths).bit_length())]
+        self.full = self.ratios[-1]
+        n_bits = len(widths).bit_length()
+        self.bits = [shapes(Arch(ops, cut(b))) for b in range(n_bits)]
 
     def depends_on(self, m, side):
-        "The width choice on which the channels in (0) or out (1) of `m` depend, as a column of an index; or `None`"
-        number = sum((seen[m][side] != self.full[m][side]) << b for b,seen in enumerate(self.bits))
-        if number > len(self.space.widths):
-            raise ValueError(f"the channels of {m} depend on several width choices at once, "
-                             "which the cost table can't tell apart")
+        "The column on which channels in (0) or out (1) of `m` depend, if any"
+        changed = [seen[m][side] != self.full[m][side] for seen in self.bits]
+        number = sum(c << b for b,c in enumerate(changed))
+        if number > len(self.space.widths): raise ValueError(
+            f"the channels of {m} depend on several width choices at once, "
+            "which the cost table can't tell apart")
         return len(self.space.ops) + number - 1 if number else None
 
 # %% ../nbs/24_cost.ipynb #bf9f8454
 @patch
 def costs(self:_Probes, m):
-    "The columns on which the costs of the layer `m` depend, and its costs, (2, ...), with an axis for each column"
+    "The columns on which the costs of `m` depend, and its costs, with an axis for each"
     by_side = [self.depends_on(m, side) for side in (0,1)]
     columns = sorted({c for c in by_side if c is not None})
-    def channels(side, column):                                    # shaped to go with those of the other side
+    def channels(side, column):  # shaped to go with those of the other side
         n = [seen[m][side] for seen in self.ratios]
         n = n[-1:] if column is None else n[:self.space.counts[column]]
         return np.reshape(n, [-1 if c == column else 1 for c in columns])
-    both = _costs(m, channels(0, by_side[0]), channels(1, by_side[1]), self.full[m][2])
+    n_in,n_out = (channels(side, column) for side,column in enumerate(by_side))
+    both = _costs(m, n_in, n_out, self.full[m][2])
     return columns,np.stack(np.broadcast_arrays(*both))
 
 def _factors(shapes, space):
-    "Pairs of columns and table: the columns are those of an index by which the table is looked up"
+    "Pairs of columns of an index, and the table that is looked up by them"
     choices = [(i, c) for i,cs in enumerate(shapes.net.choices) for c in cs]
-    where = {m:(i, j) for i,c in choices for j,op in enumerate(c.ops.values()) for m in op.modules()}
-    tables = {}
+    ops = [(i, j, op) for i,c in choices for j,op in enumerate(c.ops.values())]
+    where,tables = {m:(i, j) for i,j,op in ops for m in op.modules()},{}
     for j,archs in enumerate(_alike(space)):
         probes = _Probes(shapes, space, archs)
         for m in probes.full:
             layer,op = where.get(m, (None, 0))
-            if op != j: continue                                   # has been, or will be, counted
+            if op != j: continue  # has been, or will be, counted
             columns,costs = probes.costs(m)
             if layer is not None: columns = [layer, *columns]
             size = 2,*(space.counts[c] for c in columns)
@@ -132,12 +149,13 @@ class CostTable:
     "What every architecture of a supernet costs"
     def __init__(self,
         net:Supernet,        # the supernet
-        in_shape:tuple=None  # shape of one input; the supernet's own if `None`
+        in_shape:tuple=None  # shape of one input; the supernet's own if None
     ):
         self.space,self.timings = instance(net, 'net', Supernet).space,None
-        in_shape = net.in_shape if in_shape is None else sequence(in_shape, 'in_shape', '(3, 224, 224)')
-        if in_shape is None:
-            raise ValueError("costs depend on the input: pass its shape, such as in_shape=(3, 224, 224)")
+        if in_shape is None: in_shape = net.in_shape
+        if in_shape is None: raise ValueError(
+            "costs depend on the input: pass its shape, such as in_shape=(3, 224, 224)")
+        in_shape = sequence(in_shape, 'in_shape', '(3, 224, 224)')
         self.in_shape = tuple(whole(n, 'each side of in_shape', 1) for n in in_shape)
         shapes = _Shapes(net, self.in_shape)
         self.factors = _factors(shapes, self.space)
@@ -146,21 +164,25 @@ class CostTable:
     def _check(self, shapes):
         "Raise an error unless the table is right about some architectures"
         for arch in self.space.sample(8, seed=0):
-            want = tuple(int(sum(n)) for n in zip((0, 0), *(_costs(m, *o) for m,o in shapes(arch).items())))
+            costs = (_costs(m, *o) for m,o in shapes(arch).items())
+            want = tuple(int(sum(n)) for n in zip((0, 0), *costs))
             got = self.flops([arch]).item(),self.params([arch]).item()
             if want != got: raise ValueError(
-                f"the costs of this space don't add up layer by layer: {arch} has (FLOPs, params) {want}, "
-                f"the table says {got}. Does an operation change shapes depending on which other ones are chosen?")
+                f"the costs of this space don't add up layer by layer: {arch} has "
+                f"(FLOPs, params) {want}, the table says {got}. Does an operation "
+                "change shapes depending on which other ones are chosen?")
 
 # %% ../nbs/24_cost.ipynb #6f49bebe
 @patch
 def _look_up(self:CostTable, archs, factors):
-    "The sum of the entries that `archs` select from `factors`, pairs of columns and tables"
+    "The sum of the entries that `archs` select from `factors`"
     index = self.space.to_index(archs).numpy()
     res = np.zeros(len(index), dtype=np.result_type(*(t for _,t in factors)))
-    for rows in range(0, len(index), 32768):                               # as many as the processor's cache holds
+    # as many as the processor's cache holds
+    for rows in range(0, len(index), 32768):
         part = np.ascontiguousarray(index[rows:rows+32768].T)
-        for columns,table in factors: res[rows:rows+32768] += table[tuple(part[c] for c in columns)]
+        for columns,table in factors:
+            res[rows:rows+32768] += table[tuple(part[c] for c in columns)]
     return torch.from_numpy(res)
 
 @patch
@@ -180,7 +202,8 @@ def flops_range(self:CostTable) -> tuple:
     def extreme(pick, width):
         by_layer = {}
         for columns,table in self.factors:
-            t = table[0][tuple(slice(None) if c < len(self.space.ops) else width for c in columns)]
+            where = [slice(None) if c < len(self.space.ops) else width for c in columns]
+            t = table[0][tuple(where)]
             layer = columns[0] if t.ndim else None
             by_layer[layer] = by_layer.get(layer, 0) + t
         return int(sum(pick(t) for t in by_layer.values()))
@@ -190,17 +213,19 @@ def flops_range(self:CostTable) -> tuple:
 @patch
 def _loaded_dice(self:CostTable, target, rng):
     "A function that draws an index of architectures which cost `target` on average"
-    index = self.space.sample(4096, seed=int(rng.integers(2**31)), as_index=True).numpy()
+    seed = int(rng.integers(2**31))
+    index = self.space.sample(4096, seed=seed, as_index=True).numpy()
     flops = self.flops(index).numpy().astype(float)
-    def average(choice, count):                                   # what architectures with each of the choices cost
-        n,total = np.bincount(choice, minlength=count),np.bincount(choice, flops, count)
+    def average(choice, count):  # what architectures with each of the choices cost
+        n = np.bincount(choice, minlength=count)
+        total = np.bincount(choice, flops, count)
         return np.where(n > 0, total/np.maximum(n, 1), flops.mean())
     means = [average(*o) for o in zip(index.T, self.space.counts)]
     def draw(n, beta):
         probs = [softmax(-beta*(m - flops.mean())/flops.std()) for m in means]
         return np.stack([rng.choice(len(p), n, p=p) for p in probs], 1)
     low,high = -200.,200.
-    for _ in range(30):                                           # bisection: a larger beta makes it cheaper
+    for _ in range(30):  # bisection: a larger beta makes it cheaper
         beta = (low+high)/2
         if self.flops(draw(256, beta)).double().mean() > target: low = beta
         else: high = beta
@@ -215,23 +240,28 @@ def sample_under(self:CostTable,
     seed:int=None          # the same seed gives the same architectures
 ) -> list:
     "Architectures drawn at random among those within the budget"
-    n,rng = whole(n, 'n'),np.random.default_rng(None if seed is None else whole(seed, 'seed'))
-    least,most = self.flops_range()
+    n,seed = whole(n, 'n'),None if seed is None else whole(seed, 'seed')
+    rng,(least,most) = np.random.default_rng(seed),self.flops_range()
     low = least if min_flops is None else number(min_flops, 'min_flops')
     high = most if max_flops is None else number(max_flops, 'max_flops')
+    budget = f'between {low:,} and {high:,} multiply-adds'
     if not max(low, least) <= min(high, most): raise ValueError(
-        f"no architecture has between {low:,} and {high:,} multiply-adds: this space goes from {least:,} to {most:,}")
+        f"no architecture has {budget}: this space goes from {least:,} to {most:,}")
     target = high if min_flops is None else low if max_flops is None else (low+high)/2
+    low,high,target = max(low, least),min(high, most),min(max(target, least), most)
     found = []
-    def draw(n): return self.space.sample(n, seed=int(rng.integers(2**31)), as_index=True).numpy()
+    def draw(n):
+        seed = int(rng.integers(2**31))
+        return self.space.sample(n, seed=seed, as_index=True).numpy()
     for tries in range(1000):
         index = draw(4096)
-        flops = self.flops(index).numpy()                          # torch would compare in single precision
-        found += self.space.from_index(index[(flops >= max(low, least)) & (flops <= min(high, most))][:n-len(found)])
+        flops = self.flops(index).numpy()  # torch would compare in single precision
+        fits = index[(flops >= low) & (flops <= high)]
+        found += self.space.from_index(fits[:n-len(found)])
         if len(found) >= n: return found
-        if tries == 0 and len(found) < 41: draw = self._loaded_dice(min(max(target, least), most), rng)
+        if tries == 0 and len(found) < 41: draw = self._loaded_dice(target, rng)
         if tries == 50 and not found: break
-    raise ValueError(f"found {len(found)} of {n} architectures between {low:,} and {high:,} multiply-adds "
+    raise ValueError(f"found {len(found)} of {n} architectures {budget} "
                      f"in {(tries+1)*4096:,} draws; widen the budget")
 
 # %% ../nbs/24_cost.ipynb #222a1e94
@@ -248,15 +278,16 @@ class _Timed(nn.Sequential):
 
 @torch.inference_mode()
 def _milliseconds(net, arch, x, bs, repeats):
-    "How long each layer of the plain network of `arch` takes with `bs` images, and, last, all that is not searched"
+    "How long each layer of the plain network of `arch` takes and, last, all the rest"
     def now():
         if x.is_cuda: torch.cuda.synchronize(x.device)
         return time.perf_counter()
     with net.use(arch):
-        timed = {c:_Timed(i, c.chosen, now) for i,cs in enumerate(net.choices) for c in cs}
+        choices = [(i, c) for i,cs in enumerate(net.choices) for c in cs]
+        timed = {c:_Timed(i, c.chosen, now) for i,c in choices}
         model = track_stats(merge(net.net, x, replace=timed)).eval()
     ops,runs = [m for m in model.modules() if isinstance(m, _Timed)],[]
-    for _ in range(repeats+2):                                             # the first two runs warm up
+    for _ in range(repeats+2):  # the first two runs warm up
         start = now()
         model(x[:bs])
         total,spent = now() - start,np.zeros(len(net.choices))
@@ -266,7 +297,7 @@ def _milliseconds(net, arch, x, bs, repeats):
 
 # %% ../nbs/24_cost.ipynb #51fd2a4a
 def _inner_width(net, choices):
-    "The first width choice inside of `choices`, as a column of an index; `None` if there is none"
+    "The first width choice inside of `choices`, as a column of an index, if any"
     inside = {m for c in choices for m in c.modules()}
     cut = [any(m in inside for m,_ in layers) for layers in net.cuts.values()]
     return len(net.space.ops) + cut.index(True) if any(cut) else None
@@ -277,19 +308,25 @@ def measure_latency(self:CostTable,
     bs:int=1,        # images at a time
     repeats:int=10   # how often each is measured; the fastest counts
 ) -> CostTable:
-    "Measure how long each operation of each layer takes at each width, in plain networks on the device of `net`"
+    "Measure each operation of each layer at each width, on the device of `net`"
     bs,repeats = whole(bs, 'bs', 1),whole(repeats, 'repeats', 1)
-    x = torch.zeros(max(bs, 2), *self.in_shape, device=next(net.parameters()).device)
-    times = np.array([[_milliseconds(net, a, x, bs, repeats) for a in archs] for archs in _alike(net.space)])
-    timings = [((), times[...,-1].mean())]                                 # what is not searched
+    device = next(net.parameters()).device
+    x = torch.zeros(max(bs, 2), *self.in_shape, device=device)
+    times = np.array([[_milliseconds(net, a, x, bs, repeats) for a in archs]
+                      for archs in _alike(net.space)])
+    timings = [((), times[...,-1].mean())]  # what is not searched
     for i,(choices,names) in enumerate(zip(net.choices, net.space.ops)):
         column,t = _inner_width(net, choices),times[:len(names),:,i]
-        timings.append(((i,), t[:,-1]) if column is None else ((i, column), t[:,:net.space.counts[column]]))
+        if column is None: timings.append(((i,), t[:,-1]))
+        else: timings.append(((i, column), t[:,:net.space.counts[column]]))
     self.timings = timings
     return self
 
+# %% ../nbs/24_cost.ipynb #d272b74a
 @patch
 def latency(self:CostTable, archs) -> Tensor:
-    "Estimated time of a forward pass in milliseconds, for a list of `Arch` or an index, after `measure_latency`"
-    if self.timings is None: raise ValueError("nothing has been measured yet: call `measure_latency(net)` first")
+    "Estimated milliseconds of a forward pass, for a list of `Arch` or an index"
+    if self.timings is None:
+        raise ValueError(
+            "nothing has been measured yet: call `measure_latency(net)` first")
     return self._look_up(archs, self.timings)

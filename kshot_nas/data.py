@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from fastai.data.load import DataLoader
 from fastai.data.transforms import get_c
-from fastai.torch_core import TensorImageBase, to_device
+from fastai.torch_core import TensorCategory, TensorImageBase, to_device
 from torch import Tensor, nn
 
 from .choices import Choices
@@ -25,7 +25,8 @@ def one_input(
     "The inputs of one batch"
     try: x,*_,y = dls.one_batch()
     except Exception as e: raise ValueError(
-        "no batch could be had from the data to read shapes off: check `dls.one_batch()`, or pass a Supernet") from e
+        "no batch could be had from the data to read shapes off: check "
+        "`dls.one_batch()`, or pass a Supernet") from e
     _refuse_other_tasks(x, y)
     return x
 
@@ -33,10 +34,12 @@ def _refuse_other_tasks(x, y):
     "Raise an error for text, tables and masks"
     def whole(t): return isinstance(t, Tensor) and not t.is_floating_point()
     if not isinstance(x, Tensor) or (whole(x) and x.ndim == 2): raise TypeError(
-        "the inputs are words or columns of a table: supernets are made for images and signals, not for text or "
+        "the inputs are words or columns of a table: supernets are made for "
+        "images and signals, not for text or "
         "tabular data")
     if whole(y) and y.ndim > 2: raise TypeError(
-        "the targets are masks: supernets give one answer for an image, which is not enough for segmentation")
+        "the targets are masks: supernets give one answer for an image, which is "
+        "not enough for segmentation")
 
 def n_classes(
     dls,            # DataLoaders
@@ -45,7 +48,8 @@ def n_classes(
     "The number of outputs that the data wants, unless the user has said it"
     n = get_c(dls) if n_out is None else n_out
     if n: return n
-    raise ValueError("`n_out` is not defined, and could not be inferred from data, set `dls.c` or pass `n_out`")
+    raise ValueError("`n_out` is not defined, and could not be inferred from "
+                     "data, set `dls.c` or pass `n_out`")
 
 # %% ../nbs/35_data.ipynb #62d10b9b
 # the same in every pass
@@ -67,7 +71,8 @@ def fixed_batches(
 ) -> list:
     "The batches of `dl` in a fixed order that mixes classes"
     if not len(dl.dataset): raise ValueError(
-        "there are no images to evaluate on: the validation set (or, for `stats` and `subnet`, the training set) is "
+        "there are no images to evaluate on: the validation set (or, for `stats` "
+        "and `subnet`, the training set) is "
         "empty. Does the learner come from a file? Give it data: `learn.dls = dls`")
     bs = batch_size(len(dl.dataset), bs or dl.bs)
     order = partial(_mixed, most=None if n is None else n*bs)
@@ -77,11 +82,10 @@ def fixed_batches(
     return _kept(dl, device, limit)
 
 def _laid_out(t):
-    "Images as a plain tensor, channels-last, as convolutions want them; anything else as it is"
-    if not isinstance(t, TensorImageBase) and not (type(t) is Tensor and t.ndim == 4):
-        return t
-    t = t.as_subclass(Tensor)
-    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+    "Images and classes as plain tensors, images channels-last; anything else as it is"
+    if isinstance(t, (TensorImageBase, TensorCategory)): t = t.as_subclass(Tensor)
+    is_maps = type(t) is Tensor and t.ndim == 4
+    return t.contiguous(memory_format=torch.channels_last) if is_maps else t
 
 def _kept(dl, device, limit):
     "The batches of `dl` as a list, or `dl` itself if they take too much room"
@@ -91,7 +95,8 @@ def _kept(dl, device, limit):
         size += sum(t.numel()*t.element_size() for t in b if isinstance(t, Tensor))
         if size >= limit: return dl
     if not all(t.isfinite().all() for *xb,_ in batches for t in xb if isinstance(t, Tensor)): raise ValueError(
-        "there are NaN or infinite values in the images to evaluate on, which would spoil whole batches: "
+        "there are NaN or infinite values in the images to evaluate on, which "
+        "would spoil whole batches: "
         "mend or remove these images")
     return batches
 
@@ -153,10 +158,12 @@ def _check_fit(net, x, said):
     "Refuse data that `net` is not made for, and numbers that contradict what it is"
     shape,dtype = tuple(x.shape[1:]),next(net.parameters()).dtype
     if net.in_shape is not None and shape != net.in_shape: raise ValueError(
-        f"the supernet is made for inputs of shape {net.in_shape}, on which its costs depend, and those of the data "
+        f"the supernet is made for inputs of shape {net.in_shape}, on which its "
+        "costs depend, and those of the data "
         f"have {shape}: make it for these, by `size`, `n_in` or `in_shape`")
     if x.dtype != dtype: raise TypeError(
-        f"the inputs of the data are {x.dtype} and the weights of the supernet {dtype}: "
+        f"the inputs of the data are {x.dtype} and the weights of the supernet "
+        f"{dtype}: "
         "convert one to the other, say by `x.float()`")
     with torch.no_grad():
         out = net.skeleton()(x[:2].to('meta')) if said.get('n_out') else None

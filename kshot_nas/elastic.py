@@ -24,6 +24,7 @@ from .convert import check_layers, kshotify, read_weights
 from .space import Arch
 from .supernet import Supernet, check_shape
 
+# %% ../nbs/23_elastic.ipynb #24c9ada1
 log = logging.getLogger(__name__)
 
 # %% ../nbs/23_elastic.ipynb #eac4ff6c
@@ -97,27 +98,33 @@ class Channels:
         in_shape:tuple   # shape of one input
     ):
         self.net,self.gen = copy.deepcopy(model).eval(),torch.Generator().manual_seed(0)
-        self.names,self.labels,self.base = {m:n for n,m in self.net.named_modules()},{},{}
+        self.names = {m:n for n,m in self.net.named_modules()}
+        self.labels,self.base = {},{}
         real = _Calls(self.net, torch.randn(1, *in_shape, generator=self.gen))
         self.x,self.times = self._rand(1, *in_shape),Counter(real.order)
         self.net.double()
-        read = {m for m in real.out if any(isinstance(c, _makers) and c not in real.out for c in m.children())}
+        def unrun(c): return isinstance(c, _makers) and c not in real.out
+        read = {m for m in real.out if any(map(unrun, m.children()))}
         inside = {c for m in read for c in m.modules()} - read
         for m in (m for m in real.out if m not in inside):
             if m in read: self._answer(m, _double(real.out[m]))
             elif isinstance(m, _norms): self._hand_on(m)
             elif isinstance(m, _makers): self._label(m)
             else: self._vary(m)
-        self.probing = lambda m,x: self.base.setdefault(m, []).append(x.clone())    # what layers are given
+        # note what the layers are given
+        self.probing = lambda m,x: self.base.setdefault(m, []).append(x.clone())
         self.read,self.calls = read,_Calls(self.net, self.x)
         self.probing = None
         self.blocks = self._blocks()
-        self.makers = [m for m in self.calls.out if m in self.labels and _groups(m) == 1]      # in the order they run
+        ran = (m for m in self.calls.out if m in self.labels)
+        self.makers = [m for m in ran if _groups(m) == 1]  # in the order they run
 
-    def _rand(self, *shape): return torch.rand(*shape, generator=self.gen, dtype=torch.float64)*0.5 + 0.75
+    def _rand(self, *shape):
+        return torch.rand(*shape, generator=self.gen, dtype=torch.float64)*0.5 + 0.75
     def _note(self, m, x):
         if self.probing: self.probing(m, x)
 
+# %% ../nbs/23_elastic.ipynb #d41d677f
 def _n_out(m): return getattr(m, 'out_channels', getattr(m, 'out_features', None))
 def _groups(m): return getattr(m, 'groups', 1)
 def _dim(m):
@@ -140,7 +147,8 @@ def _label(self:Channels, m):
         if _groups(m) > 1:
             means = x.movedim(dim, 0).flatten(1)[:,0].view(m.groups, -1).mean(1)
             labels = labels*means.repeat_interleave(m.out_channels//m.groups)
-        return labels.view([-1 if i == dim % len(shape) else 1 for i in range(len(shape))]).expand(shape).clone()
+        view = [-1 if i == dim % len(shape) else 1 for i in range(len(shape))]
+        return labels.view(view).expand(shape).clone()
     m.forward = forward
 
 @patch
@@ -161,7 +169,7 @@ def _answer(self:Channels, m, out):
 
 @patch
 def _vary(self:Channels, m):
-    "Parameters of `m` that are all the same, such as zeros, would hide what runs through them"
+    "Let the parameters of `m` differ: equal ones would hide what runs through them"
     for p in m.parameters(recurse=False):
         if p.numel() > 1 and p.std() == 0: p.data = self._rand(*p.shape)
 
@@ -177,9 +185,11 @@ def _blocks(self:Channels):
 def _adds(self:Channels, m):
     "Does the output of `m` move as its input does?"
     (args,kwargs),out = self.calls.args[m],self.calls.out[m]
-    if m is self.net or self.times[self.names[m]] > 1 or m in self.labels or m in self.read: return False
-    if not args or not isinstance(args[0], Tensor) or not isinstance(out, Tensor): return False
-    if args[0].shape != out.shape or not any(c in self.labels or c in self.read for c in m.modules()): return False
+    if m is self.net or self.times[self.names[m]] > 1: return False
+    if m in self.labels or m in self.read: return False
+    if not args or not all(isinstance(o, Tensor) for o in (args[0], out)): return False
+    if args[0].shape != out.shape: return False
+    if not any(c in self.labels or c in self.read for c in m.modules()): return False
     x,by = args[0],0.1*self._rand(*out.shape)
     try: moved = m(x + by, *args[1:], **kwargs) - m(x.clone(), *args[1:], **kwargs)
     except Exception: return False
@@ -191,29 +201,34 @@ class _Stop(Exception): pass
 @patch
 def follow(self:Channels,
     m:nn.Module # one of the makers of channels
-) -> tuple:     # names of the layers that read its channels, with channels there per channel here; why it can't be cut
+) -> tuple:     # the layers that read its channels, and why it can't be cut
     "Where the channels of `m` go"
     n,own,reads,seen = _n_out(m),self.labels[m],{},Counter()
-    if self.times[self.names[m]] > 1: return reads,f'runs {self.times[self.names[m]]} times'
+    if (times := self.times[self.names[m]]) > 1: return reads,f'runs {times} times'
     start = n//2//self.step(n)*self.step(n)
     def check(c, x):
         before = self.base[c][seen[c]]
         seen[c] += 1
         changed = (x != before).movedim(_dim(c), 0).flatten(1).any(1)
         if not changed.any(): return
-        if c in self.read: raise _Stop(f'read by {self.names[c]}, which can\'t be cut')
-        per = changed.sum().item()/(n - start)
-        apart = not per % 1 and per*n <= len(changed) and changed[-int(per)*(n - start):].all()
+        if c in self.read: raise _Stop(f"read by {self.names[c]}, which can't be cut")
+        per = changed.sum().item()/(n - start)  # channels there per channel here
+        even = not per % 1 and per*n <= len(changed)
+        apart = even and changed[-int(per)*(n - start):].all()
         if not apart or isinstance(c, nn.GroupNorm) and c.num_groups > 1:
-            raise _Stop(f'{self.names[c]} needs all of them, or has them split, shuffled or beside others')
+            raise _Stop(f'{self.names[c]} needs all of them, '
+                        'or has them split, shuffled or beside others')
         reads[c] = int(per)
     def check_block(b, args, out):
-        if not torch.equal(out, self.calls.out[b]): raise _Stop('runs in the shortcut around blocks')
-    hooks,self.probing = [b.register_forward_hook(check_block) for b in self.blocks],check
+        if not torch.equal(out, self.calls.out[b]):
+            raise _Stop('runs in the shortcut around blocks')
+    hooks = [b.register_forward_hook(check_block) for b in self.blocks]
+    self.probing = check
     self.labels[m] = torch.cat([own[:start], own[start:]*1.1])
     try:
         with torch.no_grad(): same = torch.equal(self.net(self.x), self.calls.result)
-        why = None if same and reads else 'no layer reads them' if same else 'reaches the output'
+        if not same: why = 'reaches the output'
+        else: why = None if reads else 'no layer reads them'
     except _Stop as e: why = str(e)
     finally:
         self.labels[m],self.probing = own,None
@@ -227,25 +242,29 @@ def step(self:Channels, n:int) -> int:
     return math.lcm(1, *(m.in_channels//m.groups for m in self.labels if _groups(m) > 1 and m.in_channels == n))
 
 # %% ../nbs/23_elastic.ipynb #580971ad
-Cut = namedtuple('Cut', 'layers readers step')       # names of layers cut together; names of those that read them
+# names of layers, and of those that read them
+Cut = namedtuple('Cut', 'layers readers step')
 
 @dataclass
 class ElasticPlan:
-    "What can be chosen in a network, by the names of its modules, and what can't, with the reasons"
+    "What can be chosen in a network, and what can't, with the reasons"
     in_shape:tuple  # of one input
-    blocks:list     # modules that can be left out
-    choices:list    # for each width choice, a list of Cut: groups of layers that are decided together
+    blocks:list     # names of modules that can be left out
+    choices:list    # for each width choice, a list of Cut
     left:dict       # what was left alone, and why
 
     def __repr__(self):
         whys = {}
         for n,why in self.left.items():
-            whys.setdefault(re.sub(r'(?<=[a-z.])\d+', '*', why), []).append(n or 'the network itself')
-        def some(ns): return ', '.join(ns[:3]) + (f' and {len(ns)-3} more' if len(ns) > 3 else '')
+            kind = re.sub(r'(?<=[a-z.])\d+', '*', why)
+            whys.setdefault(kind, []).append(n or 'the network itself')
+        def some(ns): return ', '.join(ns[:3]) + f' and {len(ns)-3} more'*(len(ns) > 3)
         n = sum(len(c.layers) for cuts in self.choices for c in cuts)
-        head = f'{len(self.blocks)} blocks can be left out; {len(self.choices)} widths for {n} layers'
-        return '\n'.join([head, *(f'  left alone: {some(ns)}: {why}' for why,ns in whys.items())])
+        left = [f'  left alone: {some(ns)}: {why}' for why,ns in whys.items()]
+        return '\n'.join([f'{len(self.blocks)} blocks can be left out; '
+                          f'{len(self.choices)} widths for {n} layers', *left])
 
+# %% ../nbs/23_elastic.ipynb #0da4060e
 def _join(found):
     "Groups of layers that are cut together, from what `follow` has found"
     groups = []
@@ -255,28 +274,25 @@ def _join(found):
     return sorted(groups, key=lambda g: list(found).index(g[0]))
 
 def _tie(groups, found):
-    "Groups that share a choice: what is made from a group only to make more of it joins it"
+    "Groups that share a choice: what is made from one only to make more of it joins it"
     def reads(g): return set().union(*(found[m] for m in g))
-    def makers(ms): return {m for m in ms if not isinstance(m, _norms) and _groups(m) == 1}
+    def is_maker(m): return not isinstance(m, _norms) and _groups(m) == 1
+    def makers(ms): return set(filter(is_maker, ms))
     ties = []
     for g in groups:
-        home = [h for h in groups if h is not g and set(g) <= reads(h) and makers(reads(g)) <= set(h)]
-        ties.append(groups.index(home[0]) if home else groups.index(g))
-    return [[groups[i] for i,t in enumerate(ties) if t == j] for j in dict.fromkeys(ties)]
+        def is_home(h): return set(g) <= reads(h) and makers(reads(g)) <= set(h)
+        home = [h for h in groups if h is not g and is_home(h)]
+        ties.append(groups.index(home[0] if home else g))
+    def tied_to(j): return [g for g,t in zip(groups, ties) if t == j]
+    return [tied_to(j) for j in dict.fromkeys(ties)]
 
 # %% ../nbs/23_elastic.ipynb #d013f580
-def _guess_shape(model):
-    "The shape of one input, as far as the first convolution tells"
-    first = next((m for m in instance(model, 'model', nn.Module).modules() if isinstance(m, nn.Conv2d)), None)
-    if first is None: raise ValueError("give in_shape, the shape of one input, such as (3, 224, 224)")
-    return first.in_channels,224,224
-
 def elastic_plan(
     model:nn.Module,     # any network
     in_shape:tuple=None, # shape of one input; that of images of 224 pixels if None
-    widths:Iterable=(0.25, 0.5, 0.75, 1.0), # ratios to which channels may be cut; None for none
+    widths:Iterable=(0.25, 0.5, 0.75, 1.0), # ratios to cut to; None for none
     depth:bool=True,     # may blocks be left out?
-    skip:tuple=()        # types of layers that have no K-shot form, to be shared by all paths
+    skip:tuple=()        # types of layers to be shared by all paths
 ) -> ElasticPlan:
     "What can be chosen in `model`"
     in_shape = check_shape(_guess_shape(model) if in_shape is None else in_shape)
@@ -289,10 +305,18 @@ def elastic_plan(
         else: found[m] = reads
     ties = _tie(_join(found), found)
     choices = [[_cut(g, found, channels) for g in gs] for gs in ties]
-    plan = ElasticPlan(in_shape, [name[b] for b in channels.blocks if depth], choices, left)
+    blocks = [name[b] for b in channels.blocks if depth]
+    plan = ElasticPlan(in_shape, blocks, choices, left)
     _list_blocks(plan, channels, depth)
     _try(model, plan, widths, small, skip)
     return plan
+
+# %% ../nbs/23_elastic.ipynb #50de4484
+def _guess_shape(model):
+    "The shape of one input, as far as the first convolution tells"
+    first = next((m for m in instance(model, 'model', nn.Module).modules() if isinstance(m, nn.Conv2d)), None)
+    if first is None: raise ValueError("give in_shape, the shape of one input, such as (3, 224, 224)")
+    return first.in_channels,224,224
 
 def _cut(group, found, channels):
     readers = {channels.names[c]:per for m in group for c,per in found[m].items()}
@@ -322,7 +346,8 @@ def _marked(model, plan, widths):
     for n in plan.blocks:
         above,_,last = n.rpartition('.')
         parent = model.get_submodule(above)
-        parent._modules[last] = OpChoice({'block': parent._modules[last], 'skip': Skip()})
+        block = parent._modules[last]
+        parent._modules[last] = OpChoice({'block': block, 'skip': Skip()})
     return model
 
 @torch.no_grad()
@@ -334,10 +359,12 @@ def _try(model, plan, widths, in_shape, skip):
         net = kshotify(_marked(model, one, widths), 1, noise=0., skip=skip).eval()
         parts = Choices(net)
         try:
-            for op in (0, 1):                                                   # with all blocks, and without them
+            for op in (0, 1):  # with all blocks, and without them
                 parts.switch(Arch([op]*len(parts), [0]*len(parts.cuts)))
                 net(torch.zeros(2, *in_shape))
-        except Exception as e: return f'does not run with fewer ({(str(e).splitlines() or [type(e).__name__])[0]:.80})'
+        except Exception as e:
+            first = (str(e).splitlines() or [type(e).__name__])[0]
+            return f'does not run with fewer ({first:.80})'
     if run(plan.blocks, plan.choices) is None: return
     for b in list(plan.blocks):
         if why := run([b], []):
@@ -352,19 +379,19 @@ def _try(model, plan, widths, in_shape, skip):
 def elastic_supernet(
     model:nn.Module,     # any network
     k:int=8,             # number of items of every weight
-    widths:Iterable=(0.25, 0.5, 0.75, 1.0), # ratios to which hidden channels may be cut; None for none
+    widths:Iterable=(0.25, 0.5, 0.75, 1.0), # ratios to cut to; None for none
     depth:bool=True,     # may residual blocks be left out?
     in_shape:tuple=None, # shape of one input; that of images of 224 pixels if None
-    order:str=None,      # which filters a cut keeps: see order_filters; the first ones if None
+    order:str=None,      # which filters a cut keeps: see order_filters
     noise:float=0.1,     # how much the items differ at the start: see kshotify
-    running:bool=False,  # keep the running statistics of batch norms, instead of using the batch's?
-    skip:tuple=()        # types of layers that have no K-shot form, to be shared by all paths
+    running:bool=False,  # keep running statistics? Else norms use the batch's
+    skip:tuple=()        # types of layers to be shared by all paths
 ) -> Supernet:           # with what was found out as .plan
-    "All depths and widths of `model` at once; all blocks at full width, with code 1/k, are `model` itself"
+    "All depths and widths of `model` at once, around its weights"
     plan = elastic_plan(model, in_shape, widths, depth, skip)
     if not plan.blocks and not plan.choices: raise ValueError(
-        f"there is nothing to choose in {type(model).__name__}: mark the choices by hand with OpChoice and "
-        f"WidthChoice, and make a Supernet of it.\n{plan}")
+        f"there is nothing to choose in {type(model).__name__}: mark the choices by "
+        f"hand with OpChoice and WidthChoice, and make a Supernet of it.\n{plan}")
     if order is not None: model = order_filters(model, plan, order)
     net = Supernet(_marked(model, plan, widths), k, plan.in_shape, noise, running, skip)
     net.plan = plan
@@ -373,8 +400,8 @@ def elastic_supernet(
 # %% ../nbs/23_elastic.ipynb #2e635028
 def _scores(model, cut, by):
     "How much each channel of `cut` matters"
-    norms = [model.get_submodule(n) for n in cut.readers]
-    norms = [m for m in norms if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.weight is not None]
+    readers = (model.get_submodule(n) for n in cut.readers)
+    norms = [m for m in readers if isinstance(m, _norms[0]) and m.weight is not None]
     if by == 'scale' and norms: return norms[0].weight.abs()
     return model.get_submodule(cut.layers[0]).weight.flatten(1).abs().sum(1)
 
@@ -382,15 +409,15 @@ def _scores(model, cut, by):
 def order_filters(
     model:nn.Module,   # a network
     plan:ElasticPlan,  # what can be cut in it
-    by:str='norm'      # 'norm': sum of a filter's absolute weights; 'scale': of the batch norm behind it
+    by:str='norm'      # a filter's absolute weights, or 'scale' of its batch norm
 ) -> nn.Module:
-    "A copy that computes the same, with the channels that matter most in front, where cuts leave them"
+    "A copy that computes the same, with the channels that matter most in front"
     one_of(by, 'order', ('norm', 'scale'))
     model = copy.deepcopy(instance(model, 'model', nn.Module))
     for cut in (c for cuts in plan.choices for c in cuts):
-        scores = _scores(model, cut, by).view(-1, cut.step).sum(1)                 # groups stay together
-        perm = scores.argsort(descending=True, stable=True)[:,None]*cut.step + torch.arange(cut.step)
-        perm = perm.flatten()
+        # groups stay together
+        scores = _scores(model, cut, by).view(-1, cut.step).sum(1)
+        perm = _spread(scores.argsort(descending=True, stable=True), cut.step)
         for n in cut.layers: _permute(model.get_submodule(n), perm, 0)
         for n,per in cut.readers.items():
             m = model.get_submodule(n)
@@ -399,6 +426,7 @@ def order_filters(
             else: _permute(m, _spread_groups(perm, m), 0)
     return model
 
+# %% ../nbs/23_elastic.ipynb #c8c361b7
 def _spread(perm, per): return (perm[:,None]*per + torch.arange(per)).flatten()
 def _spread_groups(perm, m):
     "The order of the filters of `m`, a convolution with groups, when its input is in the order `perm`"
@@ -412,11 +440,11 @@ def _permute(m, perm, dim):
 
 # %% ../nbs/23_elastic.ipynb #7c10a2e3
 def elastic_space(
-    name:str,     # library and network, such as 'torchvision:resnet18' or 'timm:mobilenetv3_small_100'
-    weights=None  # a file with its weights (a state dict), or the state dict; fresh ones if None
+    name:str,     # library and network, such as 'torchvision:resnet18'
+    weights=None  # a file of its weights, or a state dict
 ) -> partial:     # takes k, n_in, n_out, size, and what elastic_supernet takes
     "A function that makes the supernet of a network of torchvision or timm"
-    _find(name)                                                                 # say now what is wrong with it
+    _find(name)  # say now what is wrong with it
     if weights is not None: read_weights(weights)
     return partial(named_supernet, name, weights)
 
@@ -432,11 +460,13 @@ def named_supernet(
     "The supernet of a network by its name; `kwargs` go to elastic_supernet"
     whole(n_in, 'n_in', 1), whole(n_out, 'n_out', 1)
     make,size_arg = _find(name)
-    try: model = make(num_classes=n_out, **{size_arg: size})                    # transformers are made for one size
+    # transformers are made for one size
+    try: model = make(num_classes=n_out, **{size_arg: size})
     except TypeError: model = make(num_classes=n_out)
     if weights is not None: _load(model, read_weights(weights), n_out, name)
     if n_in != 3: _take_channels(model, n_in, name)
-    return elastic_supernet(model, k, in_shape=(n_in, *((size,size) if isinstance(size, int) else size)), **kwargs)
+    if isinstance(size, int): size = size,size
+    return elastic_supernet(model, k, in_shape=(n_in, *size), **kwargs)
 
 # %% ../nbs/23_elastic.ipynb #7c10a2e4
 def _find(name):

@@ -76,8 +76,10 @@ def classifier_of(
     resize,norm,shape = find(Resize),find(Normalize),learn.dls.valid.one_batch()[0].shape[1:]
     hows = {ResizeMethod.Squish: 'squish', ResizeMethod.Crop: 'crop'}
     if resize is None or resize.method not in hows: raise ValueError(
-        "how images were resized can't be read off the data: use Resize(size, ResizeMethod.Squish) or "
-        "ResizeMethod.Crop as item transform, or make a Classifier(learn.model, classes, size, mean, std) yourself")
+        "how images were resized can't be read off the data: use Resize(size, "
+        "ResizeMethod.Squish) or "
+        "ResizeMethod.Crop as item transform, or make a Classifier(learn.model, "
+        "classes, size, mean, std) yourself")
     stats = {} if norm is None else {n:getattr(norm, n).flatten().tolist()
                                      for n in ('mean', 'std')}
     return Classifier(learn.model, learn.dls.vocab, shape[1:],
@@ -91,15 +93,18 @@ def _prepared(model, x):
     shape,raw,rng = getattr(model, 'in_shape', None),isinstance(model, Classifier),torch.Generator().manual_seed(0)
     if x is None and raw: x = _noise(model, 2, 3, rng)
     if x is None and shape is None:
-        raise ValueError("the size of the images is not known: pass `x`, some images to compare on")
+        raise ValueError("the size of the images is not known: pass `x`, some "
+                         "images to compare on")
     if x is None: x = torch.randn(4, *shape, generator=rng)
     if not isinstance(x, Tensor) or not x.numel() or not (x.dtype is torch.uint8 if raw else x.is_floating_point()):
-        raise TypeError(f"x must be a {'uint8' if raw else 'float'} tensor of some images; got {x!r:.100}")
+        raise TypeError(f"x must be a {'uint8' if raw else 'float'} tensor of "
+                        f"some images; got {x!r:.100}")
     x = x.detach().as_subclass(Tensor).cpu()
     model = deepcopy(model).cpu().eval().requires_grad_(False)
     try: model(x)
     except Exception as e:
-        raise ValueError(f"the model can't be run on x, images of shape {tuple(x.shape)}: {e}") from e
+        raise ValueError("the model can't be run on x, images of shape "
+                         f"{tuple(x.shape)}: {e}") from e
     return model,x if len(x) > 1 else torch.cat([x, x]),_noise(model, 1, 1, rng)[:1] if raw else x[:1]
 
 def _noise(model, down, across, rng):
@@ -118,7 +123,8 @@ def _compare(model, run, batches, what, tol):
             if not worst <= tol*(1+want.abs().max()):
                 why = f"outputs differ by up to {worst:.2g}"
         if why: raise RuntimeError(
-            f"the exported {what} does not compute what the network does: {why}; nothing was written")
+            f"the exported {what} does not compute what the network does: {why}; "
+            "nothing was written")
 
 def _any_size(model):
     "What may vary in what an exported network is given"
@@ -135,7 +141,8 @@ def export_torch(
     "Write `model` as a `torch.export` program for batches of any size"
     path = Path(path)
     if path.suffix != '.pt2':
-        raise ValueError(f"the name of an exported program must end in .pt2; got {path.name!r}")
+        raise ValueError("the name of an exported program must end in .pt2; got "
+                         f"{path.name!r}")
     model,*batches = _prepared(model, x)
     with published(path) as tmp:
         program = torch.export.export(model, (batches[0],),
@@ -155,7 +162,8 @@ def export_onnx(
 ) -> Path:
     "Write `model` as ONNX, input `image`, output `probabilities` or `logits`; needs the extra `onnx`"
     if missing := missing_for_onnx():
-        raise ImportError(f"exporting to ONNX needs {', '.join(missing)}: pip install 'kshot_nas[onnx]'")
+        raise ImportError(f"exporting to ONNX needs {', '.join(missing)}: pip "
+                          "install 'kshot_nas[onnx]'")
     import onnxruntime
     (model,*batches),path = _prepared(model, x),Path(path)
     with published(path) as tmp, warnings.catch_warnings():
@@ -223,7 +231,8 @@ def save_model(
             load_model(tmp)
         except (AttributeError, TypeError, ValueError, pickle.PickleError) as e:
             raise TypeError(
-            "info must hold nothing but numbers, text, tensors, and lists, tuples and dicts of them, and the network "
+            "info must hold nothing but numbers, text, tensors, and lists, "
+            "tuples and dicts of them, and the network "
             f"no functions: {e}. learn.export() has no such limits") from e
     return Path(path)
 
@@ -244,12 +253,15 @@ def load_model(
         model = saved['model']
         # else they would take memory by now
         if any(t.is_meta for t in model.state_dict().values()):
-            raise ValueError("it asks for layers to be made, of any size, instead of holding them")
+            raise ValueError("it asks for layers to be made, of any size, "
+                             "instead of holding them")
         if sum(t.nbytes for t in model.state_dict().values()) > 10*Path(path).stat().st_size:
-            raise ValueError("a few numbers of it stand for many more, which may take any memory")
+            raise ValueError("a few numbers of it stand for many more, which may "
+                             "take any memory")
         model.arch,model.info = Arch.parse(saved['arch']),saved['info']
     except Exception as e:
-        raise ValueError(f"{path} is damaged, or was not written by `save_model` ({type(e).__name__}: {e})") from e
+        raise ValueError(f"{path} is damaged, or was not written by `save_model` "
+                         f"({type(e).__name__}: {e})") from e
     return model.eval()
 
 def _network_class(name):

@@ -23,7 +23,7 @@ from torch import nn
 from .check import instance, whole
 from .checkpoint import file_digest, published
 from .cost import CostTable
-from .evaluate import end_with
+from .evaluate import employ, end_with
 from .problem import direction
 from .result import SearchResult
 from .retrain import RetrainLearner, retrain_learner
@@ -91,8 +91,10 @@ def equal_cost(
             except ValueError: continue                         # there are none
             if new := [a for a in drawn if a not in archs and a not in res]: break
         else:
-            raise ValueError(f"there are no {2*len(archs)} architectures within {most:,} multiply-adds, which "
-                               f"{len(archs)} finalists and as many others would be: use fewer")
+            raise ValueError(f"there are no {2*len(archs)} architectures within "
+                             f"{most:,} multiply-adds, which "
+                               f"{len(archs)} finalists and as many others would "
+                               "be: use fewer")
         res.append(new[0])
     return res
 
@@ -149,8 +151,9 @@ def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
         for a in todo: self.learner(a, n_epoch, seed)
     else:
         rest = self.kwargs,None,torch.get_num_threads(),os.getpid()
-        jobs = [(self.dls, self.make(a), n_epoch, seed, folders[a], *rest) for a in todo]
-        joblib.Parallel(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
+        jobs = [(self.dls, self.make(a), n_epoch, seed, folders[a], *rest)
+                for a in todo]
+        employ(self.workers)(joblib.delayed(_train)(*job) for job in jobs)
     return [_read_curve(folders[a]).assign(arch=a, n_epoch=n_epoch, seed=seed)
             for a in archs]
 

@@ -23,7 +23,7 @@ from .supernet import OpChoice, Supernet
 
 # %% ../nbs/22_nb201.ipynb #33dcf23f
 nb201_ops = 'none', 'skip_connect', 'nor_conv_1x1', 'nor_conv_3x3', 'avg_pool_3x3'
-nb201_edges = (1,0), (2,0), (2,1), (3,0), (3,1), (3,2)   # each to a node, from a node
+nb201_edges = (1,0), (2,0), (2,1), (3,0), (3,1), (3,2)  # each to a node, from a node
 nb201_space = SearchSpace([nb201_ops]*len(nb201_edges))
 
 # %% ../nbs/22_nb201.ipynb #6f349ebe
@@ -52,9 +52,12 @@ def nb201_arch(
     name:str|int # the name or the number of an architecture in the benchmark
 ) -> Arch:
     "The architecture with this name or number"
-    if not isinstance(name, str): return _official()[0][whole(name, 'number', most=nb201_space.size-1)]
-    m = re.fullmatch(r'\|(\w+)~0\|\+\|(\w+)~0\|(\w+)~1\|\+\|(\w+)~0\|(\w+)~1\|(\w+)~2\|', name)
-    if not m: raise ValueError(f"cannot read {name!r}; a name has the form {nb201_str(Arch([0,1,2,3,4,0]))}")
+    if not isinstance(name, str):
+        return _official()[0][whole(name, 'number', most=nb201_space.size-1)]
+    edges = r'\|~0\|\+\|~0\|~1\|\+\|~0\|~1\|~2\|'        # an operation before each ~
+    m = re.fullmatch(edges.replace('~', r'(\w+)~'), name)
+    if not m: raise ValueError(
+        f"cannot read {name!r}; a name has the form {nb201_str(Arch([0,1,2,3,4,0]))}")
     return nb201_space.arch(m.groups())
 
 # %% ../nbs/22_nb201.ipynb #d26c6790
@@ -101,13 +104,17 @@ class Cell(nn.Module):
         ndim:int=2 # 2 for images, 1 for signals
     ):
         super().__init__()
-        def ops(): return (Zero(), nn.Identity(), relu_conv_bn(c, c, 1, ndim=ndim), relu_conv_bn(c, c, 3, ndim=ndim),
-                           _nd('AvgPool', ndim)(3, 1, 1, count_include_pad=False))
-        self.edges = nn.ModuleList(OpChoice(dict(zip(nb201_ops, ops())), group=f'{to}<-{i}') for to,i in nb201_edges)
+        def choice(to, i):
+            pool = _nd('AvgPool', ndim)(3, 1, 1, count_include_pad=False)
+            convs = [relu_conv_bn(c, c, ks, ndim=ndim) for ks in (1, 3)]
+            ops = Zero(),nn.Identity(),*convs,pool
+            return OpChoice(dict(zip(nb201_ops, ops)), group=f'{to}<-{i}')
+        self.edges = nn.ModuleList(choice(*edge) for edge in nb201_edges)
 
     def forward(self, x):
         nodes = [x,0,0,0]
-        for edge,(to,i) in zip(self.edges, nb201_edges): nodes[to] = nodes[to] + edge(nodes[i])
+        for edge,(to,i) in zip(self.edges, nb201_edges):
+            nodes[to] = nodes[to] + edge(nodes[i])
         return nodes[3]
 
 # %% ../nbs/22_nb201.ipynb #b3e1f1bf
@@ -118,8 +125,10 @@ class Reduction(nn.Module):
         ndim:int=2 # 2 for images, 1 for signals
     ):
         super().__init__()
-        self.convs = nn.Sequential(relu_conv_bn(c, 2*c, 3, stride=2, ndim=ndim), relu_conv_bn(2*c, 2*c, 3, ndim=ndim))
-        self.shortcut = nn.Sequential(_nd('AvgPool', ndim)(2), _nd('Conv', ndim)(c, 2*c, 1, bias=False))
+        self.convs = nn.Sequential(relu_conv_bn(c, 2*c, 3, stride=2, ndim=ndim),
+                                   relu_conv_bn(2*c, 2*c, 3, ndim=ndim))
+        self.shortcut = nn.Sequential(_nd('AvgPool', ndim)(2),
+                                      _nd('Conv', ndim)(c, 2*c, 1, bias=False))
 
     def forward(self, x): return self.shortcut(x) + self.convs(x)
 
@@ -130,18 +139,23 @@ def nb201_supernet(
     n_out:int=10, # number of classes
     c:int=16,     # channels of the first stage
     n:int=5,      # cells in a stage
-    size:int=32,  # height and width of the images, or length of the signals: a multiple of 4
+    size:int=32,  # of the images, or length of the signals: a multiple of 4
     ndim:int=2,   # 2 for images, 1 for signals
     **kwargs
 ) -> Supernet:
-    "The network of NAS-Bench-201 with all operations on all edges; what else is given goes to Supernet"
-    for name,value in dict(n_in=n_in, n_out=n_out, c=c, n=n, size=size).items(): whole(value, name, 1)
-    if size % 4: raise ValueError(f"size must be a multiple of 4, because it is halved twice; got {size}")
-    conv,norm,pool = _nd('Conv', ndim),_nd('BatchNorm', ndim),_nd('AdaptiveAvgPool', ndim)
+    "NAS-Bench-201 with all operations on all edges; `kwargs` go to Supernet"
+    for name,value in dict(n_in=n_in, n_out=n_out, c=c, n=n, size=size).items():
+        whole(value, name, 1)
+    if size % 4: raise ValueError(
+        f"size must be a multiple of 4, because it is halved twice; got {size}")
+    conv,norm = _nd('Conv', ndim),_nd('BatchNorm', ndim)
+    pool = _nd('AdaptiveAvgPool', ndim)(1)
     def cells(c): return [Cell(c, ndim) for _ in range(n)]
     stem = nn.Sequential(conv(n_in, c, 3, padding=1, bias=False), norm(c))
-    head = nn.Sequential(norm(4*c), nn.ReLU(), pool(1), nn.Flatten(), nn.Linear(4*c, n_out))
-    net = nn.Sequential(stem, *cells(c), Reduction(c, ndim), *cells(2*c), Reduction(2*c, ndim), *cells(4*c), head)
+    linear = nn.Linear(4*c, n_out)
+    head = nn.Sequential(norm(4*c), nn.ReLU(), pool, nn.Flatten(), linear)
+    net = nn.Sequential(stem, *cells(c), Reduction(c, ndim), *cells(2*c),
+                        Reduction(2*c, ndim), *cells(4*c), head)
     return Supernet(net, k=k, in_shape=(n_in, *[size]*ndim), **kwargs)
 
 # %% ../nbs/22_nb201.ipynb #6c7f555e
@@ -149,18 +163,21 @@ def nb201_cost(
     archs:list|np.ndarray|Tensor, # architectures, or an index of nb201_space
     n_out:int=10, # number of classes
     size:int=32   # height and width of the images
-) -> tuple:       # two arrays of whole numbers: FLOPs as the benchmark counts them, and parameters
+) -> tuple:       # FLOPs as the benchmark counts them, and parameters: two arrays
     "What `archs` cost in the benchmark, with 16 channels and 5 cells in a stage"
     index = nb201_space.to_index(archs).numpy()
-    stages = [(16*2**s, (size//2**s)**2) for s in range(3)]                            # channels, pixels
-    def conv(ni, nf, ks, px): return np.array([ni*nf*ks**2*px, ni*nf*ks**2 + 2*nf])    # with its batch norm
-    total = conv(3, 16, 3, size**2) + [65*n_out, 65*n_out + 2*64]                      # stem and head
+    stages = [(16*2**s, (size//2**s)**2) for s in range(3)]     # channels, pixels
+    def conv(ni, nf, ks, px):  # with its batch norm
+        return np.array([ni*nf*ks**2*px, ni*nf*ks**2 + 2*nf])
+    head = 65*n_out,65*n_out + 2*64
+    total = conv(3, 16, 3, size**2) + head                      # stem and head
     for (ni,_),(nf,px) in zip(stages, stages[1:]):
         total += conv(ni, nf, 3, px) + conv(nf, nf, 3, px) + [ni*nf*px, ni*nf]
-    total = total[:,None]
+    total = total[:,None]                                       # so far F_0
     for op,ks in ('nor_conv_1x1', 1), ('nor_conv_3x3', 3):
-        edge = 5*sum(conv(nf, nf, ks, px) for nf,px in stages)
-        total = total + np.outer(edge, (index == nb201_ops.index(op)).sum(1))
+        edge = 5*sum(conv(nf, nf, ks, px) for nf,px in stages)  # in all the cells
+        n_edges = (index == nb201_ops.index(op)).sum(1)         # n_1(a) or n_3(a)
+        total = total + np.outer(edge, n_edges)
     return tuple(total)
 
 # %% ../nbs/22_nb201.ipynb #fecb4fdb
@@ -170,12 +187,14 @@ class _Dtype:
     def __setstate__(self, state): self.name = state[1] + self.name   # byte order
 
 class _SafeUnpickler(pickle.Unpickler):
-    "Reads pickles of containers, text and numbers, and calls nothing that a pickle names"
+    "Reads containers, text and numbers, and calls nothing that a pickle names"
     def find_class(self, module, name):
         if (module,name) == ('collections','OrderedDict'): return OrderedDict
         if (module,name) == ('numpy','dtype'): return lambda name, *args: _Dtype(name)
-        if module in ('numpy.core.multiarray','numpy._core.multiarray') and name == 'scalar': return self._scalar
-        raise ValueError(f"it asks for {module}.{name}, which could do anything; only what the benchmark needs is read")
+        arrays = 'numpy.core.multiarray','numpy._core.multiarray'
+        if module in arrays and name == 'scalar': return self._scalar
+        raise ValueError(f"it asks for {module}.{name}, which could do anything; "
+                         "only what the benchmark needs is read")
 
     def _scalar(self, dtype, data):
         numbers = re.fullmatch('[<>|=]?([fiu][1248]|b1)', dtype.name)
@@ -190,14 +209,17 @@ def load_pickle(
     "What is in the pickle at `path`, read without running anything in it"
     try:
         with bz2.open(path) as f: data = f.read(_most_bytes + 1)
-        if len(data) > _most_bytes: raise ValueError(f'it unpacks to more than {_most_bytes//2**20} MB')
+        if len(data) > _most_bytes:
+            raise ValueError(f'it unpacks to more than {_most_bytes//2**20} MB')
         return _SafeUnpickler(io.BytesIO(data)).load()
-    except Exception as e: raise ValueError(f"cannot read {Path(path).name}: {e or type(e).__name__}") from e
+    except Exception as e:
+        why = e or type(e).__name__
+        raise ValueError(f"cannot read {Path(path).name}: {why}") from e
 
 # %% ../nbs/22_nb201.ipynb #090e5d49
-_columns = dict(cifar10_valid=('cifar10-valid', 'x-valid'),     cifar10_test=('cifar10', 'ori-test'),
-                cifar100_valid=('cifar100', 'x-valid'),         cifar100_test=('cifar100', 'x-test'),
-                imagenet16_valid=('ImageNet16-120', 'x-valid'), imagenet16_test=('ImageNet16-120', 'x-test'))
+_columns = {'cifar10_valid': ('cifar10-valid', 'x-valid'), 'cifar10_test': ('cifar10', 'ori-test'),
+            'cifar100_valid': ('cifar100', 'x-valid'), 'cifar100_test': ('cifar100', 'x-test'),
+            'imagenet16_valid': ('ImageNet16-120', 'x-valid'), 'imagenet16_test': ('ImageNet16-120', 'x-test')}
 
 def _read_file(path):
     "The results in one file of NATS-Bench after 200 epochs, averaged over seeds"
@@ -216,18 +238,22 @@ def _read_file(path):
 def read_nb201(
     path:str|Path # the official directory, or a CSV file
 ) -> pd.DataFrame:
-    "Results of architectures trained alone: a row for each, accuracies in percent, FLOPs and parameters in millions"
+    "Results of networks trained alone: accuracies in percent, costs in millions"
     path = Path(path)
     if not path.exists(): raise FileNotFoundError(f"there is no {path}")
     files = sorted(path.glob('[0-9]'*6 + '.pickle.pbz2'))
-    if not files and path.suffix != '.csv':
-        raise ValueError(f"cannot read {path.name}; give a .csv file with arch_str and accuracies, or the unpacked "
-                         "directory of the topology search space of NATS-Bench (NATS-tss-v1_0-3ffb9-simple)")
-    try: df = pd.DataFrame([_read_file(f) for f in files]) if files else pd.read_csv(path)
+    if not files and path.suffix != '.csv': raise ValueError(
+        f"cannot read {path.name}; give a .csv file with arch_str and accuracies, or "
+        "the unpacked directory of the topology search space of NATS-Bench "
+        "(NATS-tss-v1_0-3ffb9-simple)")
+    try:
+        if files: df = pd.DataFrame([_read_file(f) for f in files])
+        else: df = pd.read_csv(path)
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeError) as e:
         raise ValueError(f"cannot read {path.name}: {e}") from None
     return _by_arch(df, path.name)
 
+# %% ../nbs/22_nb201.ipynb #d98ada15
 def _by_arch(df, name):
     "The table `df` of the file `name` with an `Arch` for each row, checked"
     accs = [c for c in df if re.search('_(valid|test)$', c)]
@@ -240,6 +266,7 @@ def _by_arch(df, name):
     df = df.set_index(pd.Index(archs, name='arch', dtype=object))[accs + costs]
     if df.index.has_duplicates: raise ValueError(f"{name} has {df.index[df.index.duplicated()][0]} twice")
     df = df.apply(pd.to_numeric, errors='coerce').astype(float)
-    bad = ~df[accs].apply(lambda col: col.between(0, 100)).all(axis=1)     # nan is not between
+    # nan is not between
+    bad = ~df[accs].apply(lambda col: col.between(0, 100)).all(axis=1)
     if bad.any(): raise ValueError(f"{name}: the accuracies of {df.index[bad][0]} must be numbers from 0 to 100")
     return df

@@ -131,7 +131,8 @@ def cost_of(self:ArchProblem,
     name = name or self.cost
     res = np.asarray(self.costs[name](archs))
     if res.shape == (len(archs),) and not np.isnan(res).any(): return res
-    raise ValueError(f"the cost {name!r} should be one number for each of {len(archs)} architectures; got {res}")
+    raise ValueError(f"the cost {name!r} should be one number for each of "
+                     f"{len(archs)} architectures; got {res}")
 
 @patch
 def excess(self:ArchProblem, archs:list) -> np.ndarray:
@@ -159,7 +160,8 @@ def enumerable(self:ArchProblem) -> bool:
 def everything(self:ArchProblem) -> list:
     "All architectures within the limits"
     if not self.enumerable:
-        raise ValueError(f"{self.space.size:,} architectures are too many to go through (more than {2**16:,}); "
+        raise ValueError(f"{self.space.size:,} architectures are too many to go "
+                         f"through (more than {2**16:,}); "
                          "use how='nsga2' or 'random'")
     return self._affordable or self._refuse(list(self.space), 'of this space')
 

@@ -29,9 +29,11 @@ def _table(x, name):
             x = pd.DataFrame(list(x.values()), pd.Index(list(x), tupleize_cols=False))
         x = pd.DataFrame(x).astype(float)
     except (TypeError, ValueError, OverflowError) as e:
-        raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a dict by architecture: {e}") from None
+        raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a "
+                        f"dict by architecture: {e}") from None
     if not x.index.is_unique: raise ValueError(
-        f"`{name}` has a key more than once: {_few(x.index[x.index.duplicated()].unique())}. Count every architecture "
+        f"`{name}` has a key more than once: "
+        f"{_few(x.index[x.index.duplicated()].unique())}. Count every architecture "
         "once, such as by `x[~x.index.duplicated()]`, or give arrays without keys")
     return x.set_axis([name], axis=1) if list(x.columns) == [0] else x
 
@@ -42,7 +44,8 @@ def _by_position(tables, keys):
     if len({len(t) for t in tables.values()}) > 1:
         raise ValueError(f"not of the same architectures: {rows}")
     if not all(k.equals(keys[0]) for k in keys): raise ValueError(
-        f"not in the same order, and without keys for all of them: {rows}. Give keys to all")
+        f"not in the same order, and without keys for all of them: {rows}. Give "
+        "keys to all")
     return {name:t.set_axis(keys[0]) for name,t in tables.items()} if keys else tables
 
 def _align(**given):
@@ -60,8 +63,10 @@ def _align(**given):
     tables = {name:t.reindex(index) for name,t in tables.items()}
     for name,t in tables.items():
         bad = index[~np.isfinite(t).all(axis=1)]
-        if len(bad): raise ValueError(f"`{name}` is missing or not finite at {_few(bad)}: such an architecture "
-                                      "has no rank. Leave it out everywhere, or give it the worst value")
+        if len(bad): raise ValueError(f"`{name}` is missing or not finite at "
+                                      f"{_few(bad)}: such an architecture "
+                                      "has no rank. Leave it out everywhere, or "
+                                      "give it the worst value")
     return tables
 
 def _pair(pred, true):
@@ -69,7 +74,8 @@ def _pair(pred, true):
     tables = _align(pred=pred, true=true)
     for name,t in tables.items():
         if t.shape[1] != 1:
-            raise ValueError(f"`{name}` must have one number per architecture; got {t.shape[1]}")
+            raise ValueError(f"`{name}` must have one number per architecture; "
+                             f"got {t.shape[1]}")
     return [t.to_numpy()[:,0].copy() for t in tables.values()]
 
 # %% ../nbs/26_rank.ipynb #1b32e306
@@ -174,7 +180,8 @@ def _ceiling(halves, n_seeds):
 def _seeds(table, name='seeds'):
     "An array with a column for each of at least 2 seeds"
     if (n := table.shape[1]) < 2:
-        raise ValueError(f"`{name}` must have a column for each of at least 2 seeds; got {n}")
+        raise ValueError(f"`{name}` must have a column for each of at least 2 "
+                         f"seeds; got {n}")
     return table.to_numpy().copy()
 
 def tau_ceiling(
@@ -261,7 +268,8 @@ def _columns(cost):
     "The costs of a table by their names"
     res = {str(name):x.to_numpy() for name,x in cost.items()}
     if len(res) == cost.shape[1] and 'prediction' not in res: return res
-    raise ValueError(f"`cost` must have columns of different names, none of them 'prediction'; got {[*cost]}")
+    raise ValueError("`cost` must have columns of different names, none of them "
+                     f"'prediction'; got {[*cost]}")
 
 def rank_report(
     pred,             # what the supernet says, higher is better: array, or Series or dict by architecture
@@ -280,10 +288,12 @@ def rank_report(
     seeds,one = (_seeds(tables[n], n) if n in tables else None
                  for n in ('seeds', 'one'))
     if one is not None and np.shape(seeds) != one.shape: raise ValueError(
-        f"`one` must have a column for each of `seeds`; got the shapes {one.shape} and {np.shape(seeds)}")
+        "`one` must have a column for each of `seeds`; got the shapes "
+        f"{one.shape} and {np.shape(seeds)}")
     off = 0 if seeds is None else abs(seeds.mean(1) - true).max()
     if off > 0.01*true.std(): raise ValueError(
-        f"`true` must be the mean of `seeds`, but differs by up to {off:.3g}; are the rows in the same order?")
+        f"`true` must be the mean of `seeds`, but differs by up to {off:.3g}; "
+        "are the rows in the same order?")
     n_high = whole(max(1, len(true)//10) if n_high is None else n_high, 'n_high', 1,
                    len(true)-1)
     return RankReport(pred, true, costs, seeds, one, n_high,

@@ -45,16 +45,20 @@ class CodeRecorder(Callback):
         # -100: left out by torch's losses
         odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]
         if len(odd): raise ValueError(
-            f"there is an image of class {odd[0].item()}, but the network has {n} outputs, for classes 0 to {n-1}: "
+            f"there is an image of class {odd[0].item()}, but the network has "
+            f"{n} outputs, for classes 0 to {n-1}: "
             "check the labels, and `dls.c` or `n_out`")
 
     def after_loss(self):
         if self.loss_grad.ndim: raise ValueError(
             "the loss function must return one number; "
-            f"got a tensor of shape {tuple(self.loss_grad.shape)}. Use reduction='mean'")
+            f"got a tensor of shape {tuple(self.loss_grad.shape)}. Use "
+            "reduction='mean'")
         if not math.isfinite(loss := self.loss.item()): raise FloatingPointError(
-            f"the loss is {loss} in epoch {self.epoch}, batch {self.iter} (a step for the {self.phase}): try a smaller "
-            "learning rate, gradient clipping (GradientClip(10.), as the gradient of K items is longer than that of "
+            f"the loss is {loss} in epoch {self.epoch}, batch {self.iter} (a "
+            f"step for the {self.phase}): try a smaller "
+            "learning rate, gradient clipping (GradientClip(10.), as the "
+            "gradient of K items is longer than that of "
             "one), or bf16 instead of fp16; is there a NaN in the data?")
         term = getattr(self.learn, 'contrast_term', None)
         r = math.nan if term is None or term.value is None else term.value.item()

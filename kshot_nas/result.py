@@ -41,7 +41,8 @@ class SearchResult:
         "All architectures that did not fail, the best first; of equally good ones, the cheapest"
         good = self.history[self.history.failure.isna()] if 'failure' in self.history else self.history
         if not len(good):
-            raise ValueError(f"none of {len(self.history)} evaluations succeeded, so there is no best architecture")
+            raise ValueError(f"none of {len(self.history)} evaluations "
+                             "succeeded, so there is no best architecture")
         return good.sort_values([self.metric, self.cost],
                                 ascending=[self.sign < 0, True], kind='stable')
 
@@ -61,7 +62,8 @@ def best_under(self:SearchResult,
     ok = self.ranking[self.ranking[cost] <= most]
     if len(ok): return ok.arch.iloc[0]
     least = self.ranking[cost].min()
-    raise ValueError(f"nothing that was evaluated has at most {most:,} {cost}; the least is {least:,}")
+    raise ValueError(f"nothing that was evaluated has at most {most:,} {cost}; "
+                     f"the least is {least:,}")
 
 # %% ../nbs/30_result.ipynb #04055ecb
 @patch(as_prop=True)

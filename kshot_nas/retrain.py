@@ -87,7 +87,8 @@ def ramp_stairs(
 ):
     "A schedule for `ParamScheduler`: a linear ramp from 0 to `lr`, then a staircase down"
     if not 0 <= warmup < n_epoch or every <= 0: raise ValueError(
-        f"need 0 <= warmup < n_epoch and every > 0; got warmup={warmup!r}, n_epoch={n_epoch!r}, every={every!r}")
+        f"need 0 <= warmup < n_epoch and every > 0; got warmup={warmup!r}, "
+        f"n_epoch={n_epoch!r}, every={every!r}")
     def sched(done):
         epoch = done*n_epoch
         if epoch < warmup: return lr*epoch/warmup
@@ -163,7 +164,8 @@ class HeadDropout(Callback):
         self.after_fit()                         # what an interrupted run may have left
         layers = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
         if not layers:
-            raise ValueError("dropout needs a linear layer in the model: there is none, train without")
+            raise ValueError("dropout needs a linear layer in the model: there "
+                             "is none, train without")
         self.hook = layers[-1].register_forward_pre_hook(lambda m,args: (F.dropout(args[0], self.p, m.training),))
     def after_fit(self):
         if self.hook: self.hook.remove()
@@ -180,7 +182,8 @@ class BatchAugment(Callback):
             rand_augment = [whole(n, 'rand_augment', most=30)
                             for n in sequence(rand_augment, 'rand_augment', '(2, 9)')]
             if len(rand_augment) != 2: raise ValueError(
-                f"rand_augment must be a number of operations and a magnitude, such as (2, 9); got {rand_augment!r}")
+                "rand_augment must be a number of operations and a magnitude, "
+                f"such as (2, 9); got {rand_augment!r}")
         self.rand_augment,self.erase = rand_augment,v2.RandomErasing(p=erase,
                                                                      value='random')
         self.augment = v2.RandAugment(*rand_augment) if rand_augment else nn.Identity()
@@ -204,7 +207,8 @@ def _draw_weights(model, seed):
            for n,m in model.named_modules() if any(True
                                                    for _ in m.parameters(recurse=False))}
     if odd := [n for n,m in own.items() if not hasattr(m, 'reset_parameters')]: raise ValueError(
-        f"cannot draw fresh weights for {', '.join(odd)}, which have no `reset_parameters`: "
+        f"cannot draw fresh weights for {', '.join(odd)}, which have no "
+        "`reset_parameters`: "
         "initialize the model yourself and pass weights='inherit'")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -237,7 +241,8 @@ def retrain_learner(
     "A learner that trains `model` with the paper's recipe, see `fit_retrain`; `kwargs` go to `Learner`"
     instance(model, 'model', nn.Module, 'Pass a network such as learn.subnet(arch)')
     if isinstance(model, Supernet):
-        raise ValueError("model is a supernet: pass one of its networks, supernet.subnet(arch)")
+        raise ValueError("model is a supernet: pass one of its networks, "
+                         "supernet.subnet(arch)")
     weights,seed = one_of(weights, 'weights', ('fresh', 'inherit')),whole(seed, 'seed')
     shares = dict(wd=wd, ema=ema, smoothing=smoothing, dropout=dropout, erase=erase)
     shares = {name:float(number(v, name, least=0, most=1)) for name,v in shares.items()}

@@ -30,8 +30,15 @@ from .supernet import Supernet
 
 # %% ../nbs/36_score.ipynb #c431044c
 class KShotLearner(ResumableLearner):
-    "A `Learner` for a K-shot supernet"
+    "A `Learner` for a K-shot supernet; `kwargs` are those of `Learner`"
     best_arch = None             # the best architecture that a search has found
+    def __init__(self,
+        dls,    # DataLoaders
+        model,  # a KShotModel: a supernet and what makes its codes
+        *args, **kwargs
+    ):
+        super().__init__(dls, model, *args, **kwargs)
+
     @property
     def net(self) -> Supernet: return self.model.net
     @property
@@ -73,28 +80,30 @@ def code(self:KShotLearner, arch:Arch) -> Tensor:
 def eval_arch(self:KShotLearner,
     arch:Arch,          # the architecture
     lam=None,           # its code; the learner's own if None
-    stats:str='batch',  # statistics of batch norms: those of each validation 'batch', or collected from 'train' batches
-    n_stats:int=8,      # from how many
-    adapt:int=0,        # steps of training of its own before it is measured; with statistics from 'train' batches
-    adapt_lr:float=0.03 # their learning rate at the start; falls along a cosine
+    stats:str='batch',  # of batch norms: of each 'batch', or from 'train' batches
+    n_stats:int=8,      # from how many batches
+    adapt:int=0,        # steps of its own before it is measured; then stats='train'
+    adapt_lr:float=0.03 # their learning rate at the start
 ) -> dict:
-    "Loss and metrics of `arch` on the validation set, with the weights it borrows from the supernet"
+    "Loss and metrics of `arch` on the validation set, with borrowed weights"
     one_of(stats, 'stats', ('batch', 'train'))
-    lam,training = self.code(arch) if lam is None else lam,self.model.training
+    lam = self.code(arch) if lam is None else lam       # π(a; σ*): eq. k_search
+    training = self.model.training
+    running = [m for m in self.net.norms if m.running_mean is not None]
     try:
-        self.model.eval()
+        if training or self.net.training: self.model.eval()  # walks over all
         if stats == 'train' or whole(adapt, 'adapt'):
             plain = self.net.subnet(arch, lam, data=self._stats_batches(n_stats))
             if adapt: self._adapt(plain, adapt, number(adapt_lr, 'adapt_lr', above=0))
             with torch.inference_mode(): return self._measure(plain.eval())
         self._refuse_single_images()
-        running = [m for m in self.net.norms if m.running_mean is not None]
-        with torch.inference_mode(), self.net.frozen() if running else nullcontext(), self.net.use(arch, lam):
-            # the batch's statistics, and copies of the running ones
-            for m in running: m.train()
-            return self._measure(self.net)
+        kept = self.net.frozen() if running else nullcontext()
+        with torch.inference_mode(), kept, self.net.use(arch, lam):
+            for m in running: m.train()     # the statistics of the batch
+            return self._measure(self.net)  # Acc_val(a, Θ*·π(a; σ*)): eq. k_search
     finally:
-        self.model.train(training)
+        for m in running: m.eval()
+        if training: self.model.train()
         self._end_cleanup()
 
 @patch
@@ -112,6 +121,7 @@ def _measure(self:KShotLearner, model) -> dict:
     if np.isnan(res['loss']): return dict.fromkeys(res, float('nan'))
     return res
 
+# %% ../nbs/36_score.ipynb #8dbbf312
 @patch
 def _refuse_single_images(self:KShotLearner):
     "Raise an error if validation batches of one image are to give statistics"
@@ -128,9 +138,10 @@ def eval_archs(self:KShotLearner,
     progress:bool=True, # show a bar?
     **kwargs
 ) -> pd.DataFrame:
-    "Loss and metrics of each of `archs`, a row for each; `kwargs` are those of `eval_arch`"
+    "A table of loss and metrics; `kwargs` are those of `eval_arch`"
     archs = [self.space.check(a) for a in sequence(archs, 'archs', '[arch]')]
-    bar = progress_bar(archs, leave=False) if progress and not getattr(self, 'no_bars', False) else archs
+    show = progress and not getattr(self, 'no_bars', False)
+    bar = progress_bar(archs, leave=False) if show else archs
     index = pd.Index(archs, name='arch', tupleize_cols=False)
     return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=index)
 
@@ -152,7 +163,7 @@ def _adapt(self:KShotLearner, model, n, lr):
 def subnet(self:KShotLearner,
     arch:Arch,             # the architecture
     weights:str='inherit', # 'inherit' what the supernet has learned, or 'fresh'
-    n_stats:int=8,         # training batches from which batch norm statistics are collected
+    n_stats:int=8,         # training batches for the statistics of batch norms
     lam=None               # its code; the learner's own if None
 ) -> nn.Module:
     "The plain network of `arch`"
@@ -163,7 +174,7 @@ def subnet(self:KShotLearner,
 # %% ../nbs/36_score.ipynb #0b6adbc6
 @patch
 def get_preds(self:KShotLearner, *args, inner:bool=False, **kwargs):
-    "As `Learner.get_preds`, with the architecture in use, or else the best that was found"
+    "As `Learner.get_preds`, with the architecture in use, or else the best found"
     model = self.model
     try:
         if not inner: self.model = self._predictor()
@@ -174,16 +185,19 @@ def get_preds(self:KShotLearner, *args, inner:bool=False, **kwargs):
 def _predictor(self:KShotLearner) -> nn.Module:
     "The plain network that predicts, made once"
     arch,lam = self.net.in_use or (self.best_arch, None)
-    if arch is None: raise ValueError(
-        "which architecture should predict? Say so with `learn.net.use(arch)`, or let `learn.search()` find one")
-    key = arch,None if lam is None else tuple(lam.flatten().tolist()),self.model.clock.steps
+    if arch is None:
+        raise ValueError("which architecture should predict? Say so with "
+                         "`learn.net.use(arch)`, or let `learn.search()` find one")
+    code = None if lam is None else tuple(lam.flatten().tolist())
+    key = arch,code,self.model.clock.steps
     if self.__dict__.get('_plain', (None,))[0] != key:
-        log.warning(f"predictions are those of {arch}, {'the best found' if self.net.in_use is None else 'in use'}")
+        which = 'the best found' if self.net.in_use is None else 'in use'
+        log.warning(f"predictions are those of {arch}, {which}")
         self._plain = key,self.subnet(arch, lam=lam)
     return self._plain[1]
 
 @patch
 def export(self:KShotLearner, *args, **kwargs):
-    "As `Learner.export`; the network that predicts goes along, if it is known which one that is"
+    "As `Learner.export`; the network that predicts goes along, if it is known"
     if self.net.in_use or self.best_arch: self._predictor()
     return Learner.export(self, *args, **kwargs)

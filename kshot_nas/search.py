@@ -29,7 +29,7 @@ class ArchCrossover(Crossover):
         return cross_index(*X.astype(np.int64), random_state.random)[None]
 
 class ArchMutation(Mutation):
-    "A tenth of the choices change, at least one: ops jump anywhere, widths step to a neighbour"
+    "A tenth of the choices change: ops jump anywhere, widths to a neighbour"
     def _do(self, problem, X, *args, random_state=None, **kwargs):
         return mutate_index(X.astype(np.int64), problem.space.counts,
                             len(problem.space.ops), random_state.random)
@@ -74,7 +74,7 @@ class NewAndAffordable(DuplicateElimination):
 
 # %% ../nbs/31_search.ipynb #baad0afa
 class PaperNSGA2(NSGA2):
-    "NSGA-II with `pop` architectures evaluated and `parents` surviving in every generation, the first one included"
+    "NSGA-II: in every generation `pop` are evaluated and `parents` survive"
     def __init__(self, problem:PymooProblem, pop:int=50, parents:int=20):
         super().__init__(pop_size=parents, n_offsprings=pop,
                          crossover=ArchCrossover(), mutation=ArchMutation(),
@@ -84,8 +84,11 @@ class PaperNSGA2(NSGA2):
     def _fill_up(self, off):
         "`off` and as many others as are missing, drawn at random"
         problem,missing = self.problem,self.n_offsprings - len(off)
-        more = problem.run.draw(missing, self.random_state, problem.archs(off)) if missing else []
-        return Population.merge(off, Population.new(X=problem.space.to_index(more).numpy())) if more else off
+        if not missing: return off
+        more = problem.run.draw(missing, self.random_state, problem.archs(off))
+        if not more: return off
+        drawn = Population.new(X=problem.space.to_index(more).numpy())
+        return Population.merge(off, drawn)
 
     def _initialize_infill(self): return self._fill_up(Population.empty())
 
@@ -122,24 +125,25 @@ _hows = dict(nsga2=_nsga2, random=_random, all=_everything)
 
 # %% ../nbs/31_search.ipynb #9f48fb68
 def search(
-    problem:ArchProblem,  # what to search; or a learner, of which its arch_problem makes one
+    problem:ArchProblem,  # what to search, or a learner
     max_flops:float=None, # at most this many FLOPs
     min_flops:float=None, # and at least this many
     pop:int=50,           # architectures evaluated in a generation
     gens:int=20,          # generations
     parents:int=20,       # architectures that survive a generation
-    archive=None,         # a file that keeps all evaluations; if it has some, the search goes on from there
-    workers:int=1,        # processes that evaluate; or else what joblib's parallel_config says
+    archive=None,         # file that keeps all evaluations; goes on from those there
+    workers:int=1,        # processes that evaluate; or see joblib's parallel_config
     seed:int=0,           # the same seed finds the same architectures
     how:str='nsga2',      # 'nsga2', 'random', or 'all' of a small space
     limits:dict=None,     # more limits: (least, most) by the name of the cost
     retry:bool=False,     # evaluate again what has failed according to the archive?
-    progress:bool=True,   # show a progress bar? Or a function that is told how many evaluations there are
+    progress:bool=True,   # show a bar? Or a function, told how many are evaluated
     **kwargs
 ) -> SearchResult:
-    "Search for the best architecture within the limits; `kwargs` are those of a learner's `arch_problem`"
+    "The best architecture within limits; `kwargs` are those of `arch_problem`"
     one_of(how, 'how', _hows)
-    pop,gens,parents,seed = whole(pop, 'pop', 1),whole(gens, 'gens', 1),whole(parents, 'parents', 1),whole(seed, 'seed')
+    pop,gens = whole(pop, 'pop', 1),whole(gens, 'gens', 1)
+    parents,seed = whole(parents, 'parents', 1),whole(seed, 'seed')
     if max_flops is not None or min_flops is not None:
         limits = {'flops': (min_flops, max_flops), **(limits or {})}
     problem = _problem_of(problem, kwargs).within(**(limits or {}))

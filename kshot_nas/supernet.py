@@ -63,7 +63,8 @@ class Supernet(nn.Module):
         if s is not None and (x.ndim != len(s)+1 or x.shape[1] != s[0]):
             raise ValueError(f"this supernet takes batches of inputs of shape {s}; "
                              f"got {tuple(x.shape)}")
-        return self.net(x)
+        # a tensor of fastai's asks Python at each operation
+        return self.net(x if type(x) is Tensor else x.as_subclass(Tensor))
     def skeleton(self): return skeleton(self)
 
 # %% ../nbs/19_supernet.ipynb #7c6a9911

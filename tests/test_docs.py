@@ -1,4 +1,4 @@
-"The docs site as tools/docs.py builds it: what the pages hold, and how they do in a real browser."
+"The docs site: what tools/docs.py hands to Quarto or to Sphinx, what the pages of Sphinx hold, and how they do in a real browser."
 import contextlib
 import importlib.util
 import json
@@ -21,17 +21,18 @@ from test_report import Browser, needs_browser
 
 root = Path(__file__).resolve().parents[1]
 
-def run(project): return subprocess.run([sys.executable, project/'tools/docs.py'], cwd=project, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+def run(project): return subprocess.run([sys.executable, project/'tools/docs.py', 'sphinx'], cwd=project, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
 
 def copy_project(dest, nbs=True):
     "What the site is made of, copied to `dest`"
-    for d in ('tools/docs', 'kshot_nas', *['nbs']*nbs): shutil.copytree(root/d, dest/d)
-    for f in ('settings.ini', '_quarto.yml', 'tools/docs.py'): shutil.copy(root/f, dest/f)
+    for d in ('tools', 'nbs'): (dest/d).mkdir(parents=True)
+    for d in ('kshot_nas', *['nbs']*nbs): shutil.copytree(root/d, dest/d, dirs_exist_ok=True)
+    for f in ('settings.ini', '_quarto.yml', 'tools/docs.py', 'nbs/style.css', 'README.md'): shutil.copy(root/f, dest/f)
     return dest
 
 def small_project(dest, **nbs):
     "A project of the notebooks `nbs`, each a list of cells"
-    (copy_project(dest, nbs=False)/'nbs/images').mkdir(parents=True)
+    (copy_project(dest, nbs=False)/'nbs/images').mkdir()
     contents = ['index.ipynb', dict(section='More', contents=[f'{n}.ipynb' for n in nbs if n != 'index'])]
     (dest/'_quarto.yml').write_text(yaml.safe_dump(dict(website=dict(sidebar=dict(contents=contents)))))
     kernel = dict(kernelspec=dict(display_name='python3', language='python', name='python3'))
@@ -51,6 +52,114 @@ def site(tmp_path_factory):
     res = run(project)
     assert res.returncode == 0 and 'WARNING' not in res.stderr, res.stderr[-3000:]
     return project/'_docs'
+
+# What both builders are given ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='session')
+def processed(site):
+    "Cells of the processed notebooks by file, sources joined; markdown is that of the text, of outputs and of API entries"
+    res = {}
+    for file in files_of(sidebar(site)):
+        if not file.endswith('.ipynb'): continue
+        res[file] = cells = json.loads((site.parent/'_proc'/file).read_text(encoding='utf-8'))['cells']
+        for c in cells: c['source'],c['data'] = ''.join(c['source']),[{k: ''.join(v) for k,v in o.get('data', {}).items()} for o in c.get('outputs', [])]
+    return res
+
+def files_of(contents): return [f for o in contents for f in ([o] if isinstance(o, str) else o['contents'])]
+def is_entry(c): return c['cell_type'] == 'code' and '\nshow_doc(' in c['source']
+def shown(c): return c['cell_type'] == 'code' and 'echo: false' not in c['source']
+def markdown_of(c): return [c['source']]*(c['cell_type'] == 'markdown') + [d['text/markdown'] for d in c['data'] if 'text/markdown' in d]
+def every(processed, kind): return [(f, c) for f,cells in processed.items() for c in cells if kind(c)]
+
+def listed(places):
+    "Fail with a list of `places` if there are any"
+    if places: pytest.fail('\n'.join(places), pytrace=False)
+
+def signatures(processed):
+    for f,c in every(processed, is_entry): yield f"{f}: {c['source'].split('show_doc(')[1].rstrip(')')}",c['data'][0]['text/markdown']
+
+def test_signatures_are_plain(processed):
+    "No Markdown in them, no words that nobody wrote, and no list of arguments that only a parent takes"
+    found = dict(signatures(processed))
+    assert len(found) > 200
+    listed([f'{name}: {line}' for name,text in found.items() for line in text.split('```')[1].splitlines() if '](' in line or '`' in line])
+    listed([name for name,text in found.items() if 'Call self as a function' in text])
+    assert 'class KShotLearner(ResumableLearner)' in found['36_score.ipynb: KShotLearner']
+
+def test_arguments_are_explained_by_their_own_comments():
+    "fastcore prints the comment after **kwargs as that of the return value"
+    for p in sorted((root/'kshot_nas').rglob('*.py')):
+        listed([f'{p.name}:{i}: {line.strip()}' for i,line in enumerate(p.read_text(encoding='utf-8').splitlines(), 1)
+                if re.match(r'\s*(def .*)?\*\*\w+,?\s*(\)[^#]*)?#', line) and not line.lstrip().startswith('#')])
+
+def test_links_to_names_lead_there(processed):
+    "To an entry that exists, by a name that can only mean this one"
+    spec = importlib.util.spec_from_file_location('docs', root/'tools/docs.py')
+    docs = importlib.util.module_from_spec(spec); spec.loader.exec_module(docs)
+    texts = [(f, t) for f,c in every(processed, lambda c: True) for t in markdown_of(c)]
+    assert not [f'{f}: {m}' for f,t in texts for m in re.findall(r'\[`[^`]+`\]\(https://kshot[^)]*\)', t)]
+    links = [(f, *m) for f,t in texts for m in re.findall(r'\[`([^`]+)`\]\(([^):#]*)#([^)]+)\)', t)]
+    there = {(f, docs.slug(n)) for f,t in texts for n in re.findall('^### (.+)', t, re.M)}
+    assert len(links) > 100
+    listed([f'{f}: {name} leads to {to}#{anchor}' for f,name,to,anchor in links
+            if (os.path.normpath(os.path.join(os.path.dirname(f), to)), anchor) not in there or name.startswith('_')
+            or anchor.split('.')[-1] != docs.slug(name).split('.')[-1] and not anchor.startswith(docs.slug(name).split('.')[0])])
+
+def test_pages_are_called_by_their_names(processed):
+    "A page has a title and no number; in the tables of the start page, links bear the titles"
+    texts = [(f, t) for f,c in every(processed, lambda c: True) for t in markdown_of(c)]
+    listed([f'{f}: {m}' for f,t in texts for m in re.findall(r'[Cc]hapters? [0-9]+|[Nn]otebook [0-9]+', t)])
+    titles = {f: yaml.safe_load(cells[0]['source'].strip(' -\n'))['title'] for f,cells in processed.items()}
+    assert len(set(titles.values())) == len(titles)
+    links = [m for _,t in texts if _ == 'index.ipynb' for m in re.findall(r'^\| \[([^]]+)\]\(([^)]+ipynb)\)', t, re.M)]
+    assert len(links) > 10
+    listed([f'index: "{name}" is the page "{titles[f]}"' for name,f in links if titles[f] != name])
+
+widest = 88
+
+@pytest.mark.xfail(reason='pages are being laid out anew', strict=False)
+def test_readers_see_the_whole_line(processed):
+    lines = [(f, line) for f,c in every(processed, shown) if not is_entry(c) for line in c['source'].splitlines() if not line.startswith('#|')]
+    lines += [(f, line) for f,c in every(processed, lambda c: c['cell_type'] == 'markdown')
+              for block in re.findall(r'^```[^\n]*\n(.*?)^```', c['source'], re.M | re.S) for line in block.splitlines()]
+    listed([f'{f}: {len(line)} columns: {line}' for f,line in lines if len(line) > widest])
+
+@pytest.mark.xfail(reason='pages are being laid out anew', strict=False)
+def test_pictures_have_words(processed):
+    "For those who can't see them: `#| fig-alt: \"...\"` in the cell, or the text of a Markdown picture"
+    bare = [f'{f}: {c["source"][:80]!r}' for f,c in every(processed, lambda c: any('image/png' in d or 'image/svg+xml' in d for d in c['data']))
+            if not re.search(r'^#\| fig-alt: ..', c['source'], re.M) and 'output: false' not in c['source']]
+    listed(bare + [f'{f}: {m}' for f,c in every(processed, lambda c: True) for t in markdown_of(c) for m in re.findall(r'!\[\]\(.*', t)])
+
+def test_the_start_page_and_readme_stay(site):
+    "Nothing but _docs and _proc is written"
+    proj = site.parent
+    assert (proj/'README.md').read_bytes() == (root/'README.md').read_bytes()
+    assert {p.name for p in proj.iterdir()} == {'_docs', '_proc', '_quarto.yml', 'README.md', 'kshot_nas', 'nbs', 'settings.ini', 'tools'}
+
+def test_only_pages_are_asked_of_quarto(tmp_path):
+    "A Quarto that writes down what it is asked for: pages and no README, in a folder of their own"
+    proj = small_project(tmp_path/'project', index=[text('some `Arch`')])
+    fake = tmp_path/'bin/quarto'
+    fake.parent.mkdir()
+    fake.write_text(f'#!{sys.executable}\nimport sys, pathlib\npathlib.Path("{tmp_path}/asked").open("a").write(" ".join(sys.argv[1:]) + "\\n")\n'
+                    'pathlib.Path("_docs").mkdir(); pathlib.Path("_docs/index.html").write_text("x"); pathlib.Path("_docs/README.md").write_text("x")\n')
+    fake.chmod(0o755)
+    before = {p.name for p in proj.iterdir()}
+    res = subprocess.run([sys.executable, proj/'tools/docs.py'], cwd=proj, capture_output=True, text=True, env={**os.environ, 'PATH': f"{fake.parent}:{os.environ['PATH']}"})
+    assert res.returncode == 0, res.stderr
+    assert (tmp_path/'asked').read_text() == 'render --no-cache\n' and (proj/'_docs/index.html').exists()
+    assert {p.name for p in proj.iterdir()} - before == {'_docs', '_proc'} and (proj/'README.md').read_bytes() == (root/'README.md').read_bytes()
+    assert 'nbdev_docs' not in (root/'Makefile').read_text() + (root/'.github/workflows/docs.yaml').read_text()
+
+def test_the_bar_leads_to_the_sources():
+    cfg = yaml.safe_load((root/'_quarto.yml').read_text())['website']
+    ini = (root/'settings.ini').read_text()
+    user,repo = (re.search(rf'^{k} = (.+)', ini, re.M)[1] for k in ('user', 'repo'))
+    assert [t['href'] for t in cfg['navbar']['tools']] == [f'https://github.com/{user}/{repo}']
+    assert 'source' in cfg['repo-actions'] and cfg['repo-subdir'] == 'nbs'
+
+# What Sphinx makes of it -----------------------------------------------------------------------------------------------------------
 
 @cache
 def soup(page): return BeautifulSoup(page.read_text(encoding='utf-8'), 'html.parser')
@@ -92,7 +201,7 @@ def test_problems_are_found(tmp_path, html, told):
     assert told in found
 
 def test_every_page_of_the_sidebar(site):
-    files = [f.replace('.ipynb', '.html') for o in sidebar(site) for f in ([o] if isinstance(o, str) else o['contents'])]
+    files = [re.sub('[.](ipynb|md)$', '.html', f) for f in files_of(sidebar(site))]
     assert set(files) == {name_of(site, p) for p in pages(site)} and files[0] == 'index.html'
     names = [re.sub(r'(^|/)\d+_', r'\1', f) for f in files]
     assert len(set(names)) == len(names), 'Quarto would write two notebooks to one page'
@@ -103,9 +212,12 @@ def test_every_page_of_the_sidebar(site):
 def test_pages_hold_what_the_notebooks_do(site):
     for page in pages(site):
         name = name_of(site, page)
-        cells = json.loads((site.parent/'_proc'/name.replace('.html', '.ipynb')).read_text())['cells']
+        nb = site.parent/'_proc'/name.replace('.html', '.ipynb')
+        if not nb.exists(): continue                                          # reference and changelog
+        cells = json.loads(nb.read_text())['cells']
         outputs = [o.get('data', {}) for c in cells for o in c.get('outputs', [])]
         article = soup(page).find('article')
+        assert any('blob/main/nbs/' in a['href'] for a in soup(page).select('a.dropdown-item, a.btn')), f'{name} has no link to its notebook'
         assert len(article.select('.cell_output img')) == sum('image/png' in o for o in outputs), f'{name} lacks pictures'
         assert len(article.select('a.source')) == sum('show_doc(' in ''.join(c['source']) for c in cells), f'{name} lacks API entries'
         assert len(article.select('.cell_output table.dataframe')) == sum('class="dataframe"' in ''.join(o.get('text/html', '')) for o in outputs), f'{name} lacks tables'
@@ -142,8 +254,8 @@ def test_a_fault_ends_the_build(tmp_path):
 def test_directives_and_names_of_pages():
     spec = importlib.util.spec_from_file_location('docs', root/'tools/docs.py')
     docs = importlib.util.module_from_spec(spec); spec.loader.exec_module(docs)
-    assert docs.convert(dict(metadata={}, **code('#| echo: false\n1')), None)['metadata'] == dict(tags=['remove-input'])
-    with pytest.raises(ValueError, match='fig-cap: x'): docs.convert(dict(metadata={}, **code('#| fig-cap: x\n1')), None)
+    assert docs.convert(dict(metadata={}, **code('#| echo: false\n1')))['metadata'] == dict(tags=['remove-input'])
+    with pytest.raises(ValueError, match='fig-cap: x'): docs.convert(dict(metadata={}, **code('#| fig-cap: x\n1')))
     pages = {'index.ipynb': 'index.html', '10_lowrank.ipynb': 'lowrank.html', 'study/47_bench.ipynb': 'study/bench.html'}
     assert {f: docs.page_of(f) for f in pages} == pages
 

@@ -157,16 +157,15 @@ def test_exported_lines_are_short():
     listed([f'{place(p)}:{i}: {len(line)} columns' for p in exported for i,line in enumerate(lines(p), 1) if len(line) > 120])
 
 def test_site_lists_every_notebook_in_order():
+    "Each once, in the order of the numbers within a section; the start page comes first"
     yaml = pytest.importorskip('yaml')
     assert (root/'nbs/_quarto.yml').is_symlink() and (root/'nbs/_quarto.yml').resolve() == root/'_quarto.yml'
-    def names(o): return [o] if isinstance(o, str) else [n for v in (o.values() if isinstance(o, dict) else o) for n in names(v)]
-    contents = yaml.safe_load((root/'_quarto.yml').read_text())['website']['sidebar']['contents']
-    first,*rest = [n for n in names(contents) if n.endswith('.ipynb')]
-    there = {place(nb) for nb in nbs}
+    first,*sections = yaml.safe_load((root/'_quarto.yml').read_text())['website']['sidebar']['contents']
+    files = [[f for f in s['contents'] if f.endswith('.ipynb')] for s in sections]
+    rest,there = sum(files, []),{place(nb) for nb in nbs}
     listed([f'{n} is not in the sidebar' for n in sorted(there - {first, *rest})] + [f'{n} is in the sidebar only' for n in {first, *rest} - there])
-    assert first == 'index.ipynb' and len(set(rest)) == len(rest)
-    ordered = [number(Path(n)) for n in rest]
-    listed([f'{b} comes after {a} in the sidebar' for a,b,i,j in zip(rest, rest[1:], ordered, ordered[1:]) if i >= j])
+    assert first == 'index.ipynb' and len(set(rest)) == len(rest) == len({number(Path(n)) for n in rest})
+    listed([f'{b} comes after {a} in the sidebar' for s in files for a,b in zip(s, s[1:]) if number(Path(a)) >= number(Path(b))])
 
 def test_no_undefined_or_unused_names():
     "A name that a notebook has but its exported cells don't shows only here."

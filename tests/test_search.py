@@ -320,6 +320,16 @@ def test_workers_end_with_their_parent(employ, tmp_path):
     for pid in left: os.kill(pid, signal.SIGKILL)
     assert not left, 'they live on'
 
+def employ_and_end(): quiet(ArchProblem(space, acc, table), workers=2, gens=2)
+
+def test_nobody_waits_for_idle_workers():
+    "joblib keeps processes for five minutes, and a process of multiprocessing waits for those that it has started"
+    proc = get_context('spawn').Process(target=employ_and_end)
+    proc.start()
+    try: proc.join(200)
+    finally: code,_ = proc.exitcode,proc.kill()
+    assert code == 0
+
 # For long: memory must not grow, and pace must not drop -----------------------------------------------------------------------
 
 import numpy as np  # noqa: E402

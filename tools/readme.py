@@ -1,7 +1,7 @@
 """Write README.md from nbs/index.ipynb, as it is stored: run the notebook first. Needs nothing but the standard library.
 
 Markdown cells are taken as they are, code cells become fenced code with their stored text output, stored pictures are
-written to nbs/images/. `#| hide` leaves a cell out, `#| echo: false` its source.
+written to nbs/images/. `#| hide` leaves a cell out, `#| echo: false` its source, `#| fig-alt` is the text of its picture.
 """
 import argparse
 import json
@@ -21,13 +21,14 @@ def render(nb):
         if cell['cell_type'] == 'markdown': parts.append(src); continue
         directives = re.findall(r'^#\|\s*(.+?)\s*$', src, re.M)
         if 'hide' in directives: continue
+        alt = next((d.split('"')[1] for d in directives if d.startswith('fig-alt:')), '')
         if 'echo: false' not in directives: parts.append(fence(re.sub(r'^#\|.*\n?', '', src, flags=re.M), 'python'))
         for out in cell['outputs']:
             if out['output_type'] == 'stream': parts.append(fence(''.join(out['text']))); continue
             if png := out['data'].get('image/png'):
                 path = f'nbs/images/index_{len(pictures)+1}.png'
                 pictures[path] = b64decode(''.join(png))
-                parts.append(f'![]({path})')
+                parts.append(f'![{alt}]({path})')
             elif text := out['data'].get('text/plain'): parts.append(fence(''.join(text)))
     text = '\n\n'.join(p.strip() for p in parts) + '\n'
     text = re.sub(r'\]\((?!https?:|#|nbs/)([^)]+)\)', r'](nbs/\1)', text)     # links of the notebook, seen from the top of the repository

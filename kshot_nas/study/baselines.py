@@ -17,6 +17,7 @@ from scipy import stats
 
 from ..check import one_of
 from ..checkpoint import published
+from ..evaluate import employ
 from ..learner import KShotLearner, kshot_learner
 from ..space import Arch
 from .truth import Bench, one_thread
@@ -115,7 +116,7 @@ def ablate(
              for name,run in runs.items()}
     todo = [(runs[name], s, archs, f)
             for (name,s),f in files.items() if _read(f) is None]
-    run = joblib.Parallel(workers, return_as='generator_unordered')
+    run = employ(workers, return_as='generator_unordered')
     done = run(joblib.delayed(_work)(bench, *t, checkpoints) for t in todo)
     for _ in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
         pass

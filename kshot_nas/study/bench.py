@@ -112,7 +112,8 @@ class SignalsBench(Bench):
     def make_data(self) -> dict:
         try: from mnist1d.data import get_dataset_args, make_dataset
         except ImportError as e:
-            raise ImportError("mnist1d generates the signals: pip install 'kshot_nas[study]'") from e
+            raise ImportError("mnist1d generates the signals: pip install "
+                              "'kshot_nas[study]'") from e
         args = get_dataset_args()
         # the package's split is not needed
         args.num_samples,args.train_split = sum(self.sizes.values()),1.

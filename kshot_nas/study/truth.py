@@ -24,6 +24,7 @@ from torch import nn
 from ..check import instance, whole
 from ..checkpoint import published
 from ..cost import CostTable
+from ..evaluate import employ
 from ..rank import RankReport, rank_report
 from ..space import Arch
 from ..supernet import Supernet
@@ -137,8 +138,8 @@ def build(
     file = Path(folder)/f'{bench.name}.csv'
     rows = _read_rows(file)
     todo = [(a,s) for s in range(n_seeds) for a in archs if (a,s) not in rows]
-    run = joblib.Parallel(workers or os.cpu_count(),
-                          return_as='generator_unordered', batch_size=4)
+    run = employ(workers or os.cpu_count(), return_as='generator_unordered',
+                 batch_size=4)
     done = run(joblib.delayed(_train_one)(bench, *t) for t in todo)
     with open(file, 'a') as f:
         for arch,seed,result in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
