@@ -15,6 +15,7 @@ import torch
 
 from kshot_nas.study.baselines import ablate, methods
 from kshot_nas.study.bench import DigitsBench, SignalsBench
+from kshot_nas.study.proxies import proxy_scores
 from kshot_nas.simplex import Coder, SimplexNet
 
 class FirstOp(Coder):
@@ -24,7 +25,7 @@ class FirstOp(Coder):
 base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: see 'choosing'
 updates = dict(n_epoch=18)               # the paper's ratio, 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 widths = partial(DigitsBench, widths=True)
-several = ('one-shot', 4), ('K-shot', 4), ('random', 4), ('fixed', 4), ('joint', 4)     # and one path: the set 'signals'
+several = ('one-shot', 4), ('K-shot', 4), ('random', 4), ('joint', 4)     # and one path: the set 'signals'
 adapted = dict(adapt=(20, 60), adapt_lr=0.1)
 sets = {                                 # name: (settings by run, number of seeds, bench)
     'choosing': ({'one-shot': methods['one-shot']} | {f'K-shot, {n} to 1': dict(ratio=(n,1)) for n in (1, 2, 5, 10)}, 8, DigitsBench),
@@ -65,7 +66,9 @@ if __name__ == '__main__':
         runs, n_seeds, make = sets[name]
         bench = make()
         archs,first = split(bench, name)
-        df = ablate(bench, runs, range(first, first+min(n_seeds, args.seeds)), 'runs/ablations', args.workers, archs)
+        seeds = range(first, first+min(n_seeds, args.seeds))
+        beside = {n:[s] for n,s in proxy_scores(bench, archs, n_seeds=1).items()}
+        df = ablate(bench, runs, seeds, 'runs/ablations', args.workers, archs, beside=beside)
         old = pd.concat([old[old['set'] != name], df.assign(set=name)])
         old.round(5).to_csv(args.out, index=False)
         print(name, df.groupby('run', sort=False).tau.agg(['mean', 'sem', 'count']).round(3), sep='\n', flush=True)

@@ -108,7 +108,7 @@ def ablate(
     archs:list=None,     # architectures to rank; all of the bench if None
     progress:bool=True,  # show a bar?
     checkpoints:bool=False, # go on within a supernet, too, if stopped?
-    beside:dict=None     # scores of archs by name, such as a proxy's, to mix with the loss
+    beside:dict=None     # lists of scores of archs, by name, to mix with the loss
 ) -> pd.DataFrame:  # a row for each run and seed: how well it ranks, and what it cost
     "Train all `runs` over `seeds`, and score how they rank the architectures of `bench`"
     for name,run in runs.items(): _check_run(bench, name, run)
@@ -131,7 +131,8 @@ def _row(bench, archs, name, seed, result, beside) -> dict:
     by_loss = bench.report(-loss, archs, n_boot=0).tau
     after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau
              for n,o in adapted.items()}
-    after |= {f'tau_loss_{n}':bench.report(mixed(-loss, s), archs, n_boot=0).tau for n,s in beside.items()}
+    after |= {f'tau_loss_{n}':bench.report(mixed(-loss, *s), archs, n_boot=0).tau
+              for n,s in beside.items()}
     measures = table[['tau', 'rho', 'high_tau', 'top_k', 'regret']]
     return dict(run=name, seed=seed, **measures, tau_loss=by_loss, **after,
                 accuracy=pred.mean(), **result)
