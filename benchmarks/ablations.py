@@ -25,8 +25,8 @@ class FirstOp(Coder):
 base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: see 'choosing'
 updates = dict(n_epoch=18)               # the paper's ratio, 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 widths = partial(DigitsBench, widths=True)
-several = ('one-shot', 4), ('K-shot', 4), ('random', 4), ('joint', 4)     # and one path: the set 'signals'
-adapted = dict(adapt=(20, 60), adapt_lr=0.1)
+one_path = dict(n_paths=6, item_paths=1)    # in a step for the items, as in the paper
+adapted = one_path|dict(adapt=(20, 60), adapt_lr=0.1)
 sets = {                                 # name: (settings by run, number of seeds, bench)
     'choosing': ({'one-shot': methods['one-shot']} | {f'K-shot, {n} to 1': dict(ratio=(n,1)) for n in (1, 2, 5, 10)}, 8, DigitsBench),
     'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'K-shot, 5 to 1': base}, 16, DigitsBench),
@@ -40,8 +40,8 @@ sets = {                                 # name: (settings by run, number of see
     'item paths': ({f'one-shot, {m} paths': dict(k=1, item_paths=m) for m in (1, 4)}, 8, DigitsBench),
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, DigitsBench),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, widths),
-    'signals':  ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'one-shot, no decay, uniform': dict(k=1, wd=0., how='uniform')}, 16, SignalsBench),
-    'signals, paths': ({f'{n}, {m} paths': methods[n]|dict(item_paths=m, n_paths=m) for n,m in several}, 8, SignalsBench),
+    'signals':  ({n: one_path|methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'one-shot, no decay, uniform': one_path|dict(k=1, wd=0., how='uniform')}, 16, SignalsBench),
+    'signals, paths': ({f'{n}, 4 paths': methods[n] for n in ('one-shot', 'K-shot', 'random', 'joint')}, 8, SignalsBench),
     'signals, alone': ({f'alone, {n} epochs': dict(alone=n) for n in (1, 2, 3)}, 4, SignalsBench),
     'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
     'signals, longer': ({n: methods[n]|adapted|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
