@@ -89,20 +89,21 @@ def eval_arch(self:KShotLearner,
     one_of(stats, 'stats', ('batch', 'train'))
     lam = self.code(arch) if lam is None else lam       # π(a; σ*): eq. k_search
     training = self.model.training
+    running = [m for m in self.net.norms if m.running_mean is not None]
     try:
-        self.model.eval()
+        if training or self.net.training: self.model.eval()  # walks over all
         if stats == 'train' or whole(adapt, 'adapt'):
             plain = self.net.subnet(arch, lam, data=self._stats_batches(n_stats))
             if adapt: self._adapt(plain, adapt, number(adapt_lr, 'adapt_lr', above=0))
             with torch.inference_mode(): return self._measure(plain.eval())
         self._refuse_single_images()
-        running = [m for m in self.net.norms if m.running_mean is not None]
         kept = self.net.frozen() if running else nullcontext()
         with torch.inference_mode(), kept, self.net.use(arch, lam):
             for m in running: m.train()     # the statistics of the batch
             return self._measure(self.net)  # Acc_val(a, Θ*·π(a; σ*)): eq. k_search
     finally:
-        self.model.train(training)
+        for m in running: m.eval()
+        if training: self.model.train()
         self._end_cleanup()
 
 @patch
@@ -141,7 +142,7 @@ def eval_archs(self:KShotLearner,
     archs = [self.space.check(a) for a in sequence(archs, 'archs', '[arch]')]
     show = progress and not getattr(self, 'no_bars', False)
     bar = progress_bar(archs, leave=False) if show else archs
-    index = pd.Index(archs, name='arch', tupleize_cols=False)
+    index = pd.Index(archs, name='arch')
     return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=index)
 
 # %% ../nbs/36_score.ipynb #5b1c77a3

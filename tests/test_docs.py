@@ -115,11 +115,12 @@ def test_pages_are_called_by_their_names(processed):
     assert len(links) > 10
     listed([f'index: "{name}" is the page "{titles[f]}"' for name,f in links if titles[f] != name])
 
-widest = 88
+widest = 88        # columns that fit beside the sidebar; the style sheet wraps the rest
 
 @pytest.mark.xfail(reason='pages are being laid out anew', strict=False)
 def test_readers_see_the_whole_line(processed):
-    lines = [(f, line) for f,c in every(processed, shown) if not is_entry(c) for line in c['source'].splitlines() if not line.startswith('#|')]
+    lines = [(f, line) for f,c in every(processed, shown) if not is_entry(c) for line in c['source'].splitlines()
+             if not line.startswith('#|') and not f.startswith('app/')]          # the command's pages are for who changes it
     lines += [(f, line) for f,c in every(processed, lambda c: c['cell_type'] == 'markdown')
               for block in re.findall(r'^```[^\n]*\n(.*?)^```', c['source'], re.M | re.S) for line in block.splitlines()]
     listed([f'{f}: {len(line)} columns: {line}' for f,line in lines if len(line) > widest])
