@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from fastai.data.load import DataLoader
 from fastai.data.transforms import get_c
-from fastai.torch_core import TensorImageBase, to_device
+from fastai.torch_core import TensorCategory, TensorImageBase, to_device
 from torch import Tensor, nn
 
 from .choices import Choices
@@ -85,11 +85,10 @@ def fixed_batches(
 
 # %% ../nbs/35_data.ipynb #f9923274
 def _laid_out(t):
-    "Images as a plain tensor, channels-last, as convolutions want them; anything else as it is"
-    if not isinstance(t, TensorImageBase) and not (type(t) is Tensor and t.ndim == 4):
-        return t
-    t = t.as_subclass(Tensor)
-    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+    "Images and classes as plain tensors, images channels-last; anything else as it is"
+    if isinstance(t, (TensorImageBase, TensorCategory)): t = t.as_subclass(Tensor)
+    is_maps = type(t) is Tensor and t.ndim == 4
+    return t.contiguous(memory_format=torch.channels_last) if is_maps else t
 
 def _kept(dl, device, limit):
     "The batches of `dl` as a list, or `dl` itself if they take too much room"
