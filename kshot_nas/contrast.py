@@ -52,8 +52,7 @@ def r_c(
     with torch.autocast(lam.device.type, enabled=False):
         # eq. conditional_distribution: [i,k] is log P(c_i|c_k)
         log_p = F.log_softmax(lam @ lam.mT/temp, -1)
-    # eq. non_parametric_term
-    total = (-log_p).masked_fill(~positive, 0.).sum((-2,-1))
+    total = (-log_p).masked_fill(~positive, 0.).sum((-2,-1))  # eq. non_parametric_term
     return (total/positive.sum((-2,-1)).clamp(min=1)).mean()
 
 # %% ../nbs/18_contrast.ipynb #ca44b6a5

@@ -67,7 +67,7 @@ def kshotify(
     k:int,                 # number of items
     noise:float=0.1,       # around the module's weights; None draws each item anew
     running:bool=False,    # keep running statistics? Else norms use the batch's
-    skip:tuple=(),  # types of layers to leave as they are, shared by all paths
+    skip:tuple=(),         # types of layers to leave as they are, shared by all paths
     mixer:Mixer=None       # what to mix by; a new one if None
 ) -> nn.Module:
     "A copy of `module` with K-shot layers, and what they mix by as `.mixer`"

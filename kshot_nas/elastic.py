@@ -250,8 +250,7 @@ class ElasticPlan:
     "What can be chosen in a network, and what can't, with the reasons"
     in_shape:tuple  # of one input
     blocks:list     # names of modules that can be left out
-    # for each width choice, a list of Cut: groups of layers cut together
-    choices:list
+    choices:list    # for each width choice, a list of Cut
     left:dict       # what was left alone, and why
 
     def __repr__(self):

@@ -73,7 +73,8 @@ def _work(key, package, versions, threads, pid, metric, arch):
 # %% ../nbs/29_evaluate.ipynb #d4a2287a
 def employ(workers:int|None, **kwargs) -> joblib.Parallel:
     "`joblib.Parallel`, whose processes don't keep this one from ending for as long as they stay ready for more"
-    Finalize(None, lambda: get_reusable_executor(kill_workers=True).shutdown(),
+    # another executor takes the place of joblib's, and needs no processes
+    Finalize(None, get_reusable_executor, kwargs=dict(kill_workers=True),
              exitpriority=1)
     return joblib.Parallel(workers, **kwargs)
 

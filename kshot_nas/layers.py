@@ -465,8 +465,7 @@ class KOwn(KLayer):
         if theta in self.__dict__.get('_parameters', ()):
             return self.merged(names=[theta])[0]
         return super().__getattr__(name)
-    # for pickles
-    def __reduce__(self): return _blank,(self.plain_type,),self.__dict__
+    def __reduce__(self): return _blank,(self.plain_type,),self.__dict__  # for pickles
 
 def kshot_form(
     plain:type # a type of layers

@@ -103,11 +103,11 @@ def mobilenet_supernet(
     k:int=8,                        # number of items of every weight
     n_in:int=3,                     # channels of the images
     n_out:int=1000,                 # number of classes
-    widths:bool|Iterable=True,  # ratios to cut to; True: 0.2 to 1; None: no cuts
+    widths:bool|Iterable=True,      # ratios to cut to; True: 0.2 to 1; None: no cuts
     size:int|tuple=224,             # side of the images, or (height, width)
     strides:tuple=(2,2,2,2,1,2,1),  # of the stem and of each stage
     act:str='relu6',                # activation: 'relu6' or 'hswish'
-    se_ratio:float=0.25,  # squeezed channels as a share of the expanded ones
+    se_ratio:float=0.25,            # squeezed channels as a share of the expanded ones
     identity_everywhere:bool=True,  # also where the shape changes?
     dropout:float=0.,               # before the classifier
     stages:tuple=paper_stages,      # channels and number of layers of each
@@ -145,7 +145,7 @@ def mobilenet_supernet(
 
 # %% ../nbs/21_mobilenet.ipynb #b5c1d2e3
 def inherit(
-    net:nn.Module,  # a network of the space, not yet a supernet
+    net:nn.Module,                       # a network of the space, not yet a supernet
     pretrained:str|Path|dict|nn.Module,  # MobileNetV2, its weights, or a file of them
     stages:tuple                         # of the space
 ) -> list:                               # the parts of MobileNetV2 that did not fit

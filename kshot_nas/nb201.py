@@ -23,8 +23,7 @@ from .supernet import OpChoice, Supernet
 
 # %% ../nbs/22_nb201.ipynb #33dcf23f
 nb201_ops = 'none', 'skip_connect', 'nor_conv_1x1', 'nor_conv_3x3', 'avg_pool_3x3'
-# each to a node, from a node
-nb201_edges = (1,0), (2,0), (2,1), (3,0), (3,1), (3,2)
+nb201_edges = (1,0), (2,0), (2,1), (3,0), (3,1), (3,2)  # each to a node, from a node
 nb201_space = SearchSpace([nb201_ops]*len(nb201_edges))
 
 # %% ../nbs/22_nb201.ipynb #6f349ebe

@@ -70,8 +70,7 @@ def _cost_chances(cost, bands=16, steps=2048):
         choices.insert(0, shares)
     band = np.minimum(np.arange(n)*bands // max(n-1, 1), bands-1)
     share = np.bincount(band, left)[band]
-    # B·q(r)
-    totals = np.divide(left, share, out=np.zeros(n), where=share > 0).cumsum()
+    totals = np.divide(left, share, out=np.zeros(n), where=share > 0).cumsum()  # B·q(r)
     return units, totals/totals[-1], choices
 
 # %% ../nbs/14_sample.ipynb #fcc594c9

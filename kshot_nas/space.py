@@ -78,8 +78,7 @@ def _describe(kind, layers):
 class SearchSpace:
     "All architectures there are: the ops of each layer, the ratios of each width layer"
     ops:tuple          # for each layer, the names of its ops
-    # for each width layer, its ratios: increasing, above 0, at most 1
-    widths:tuple = ()
+    widths:tuple = ()  # for each width layer, its ratios: increasing, up to 1
     def __post_init__(self):
         ops = sequence(self.ops, 'ops', "[('conv3x3', 'identity')]*5")
         widths = sequence(self.widths, 'widths', '[(0.5, 1.0)]*5')
@@ -304,7 +303,7 @@ def sample(self:SearchSpace,
 def mutate(self:SearchSpace,
     arch:Arch,      # the parent
     p:float=0.1,    # the chance of each choice to change
-    seed:int=None  # the same seed gives the same mutant; None a fresh one each time
+    seed:int=None   # the same seed gives the same mutant; None a fresh one each time
 ) -> Arch:
     "`arch` with at least one choice changed: ops jump anywhere, widths step by one"
     number(p, 'p', least=0, most=1)

@@ -57,35 +57,49 @@ def silent(node): return isinstance(node, (ast.Raise, ast.JoinedStr, ast.Assert,
 
 def draws(node): return isinstance(node, ast.FunctionDef) and (node.name.startswith('plot_') or 'ax' in [a.arg for a in node.args.args])
 
-def nodes(node):
-    "All parts of the code but types, decorators, pictures, and what errors say"
+def nodes(node, names=(), top=None):
+    "All parts of the code but types, decorators, pictures, and what errors say; with the names around them, and the statement or expression they are part of"
     for field,value in ast.iter_fields(node):
         if field in ('annotation', 'returns', 'decorator_list', 'type_comment'): continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or silent(child) or draws(child): continue
             if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant): continue      # a docstring
-            yield child
-            yield from nodes(child)
+            inner = names + (child.name,) if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else names
+            whole = child if isinstance(node, ast.stmt) and hasattr(node, 'body') or isinstance(node, ast.Module) else top or child
+            yield child,names,whole
+            yield from nodes(child, inner, None if hasattr(child, 'body') and isinstance(child, ast.stmt) else whole)
 
-def mutants(text):
-    "Every mutant of a module: the line, what stands there, what is put there, and the whole text with it"
-    raw,starts = text.encode(),[0]
+def mutants(text, module=''):
+    "Every mutant of a module: its key, the line, what stands there, what is put there, and the whole text with it"
+    raw,starts,count = text.encode(),[0],Counter()
     for line in raw.splitlines(keepends=True): starts.append(starts[-1] + len(line))
     def span(n): return starts[n.lineno-1] + n.col_offset,starts[n.end_lineno-1] + n.end_col_offset
-    def mutant(node, new):
-        a,b = span(node)
-        return node.lineno,raw[a:b].decode(),new,(raw[:a] + new.encode() + raw[b:]).decode()
-    for node in nodes(ast.parse(text)):
+    for node,names,whole in nodes(ast.parse(text)):
+        def mutant(node, new):
+            (a,b),around = span(node),ast.unparse(whole if not hasattr(whole, 'body') else node)
+            about = '\0'.join([module, *names, around, ast.unparse(node), new])                    # neither lines nor layout
+            count[about] += 1
+            key = hashlib.sha256(f'{about}\0{count[about]}'.encode()).hexdigest()[:12]
+            return key,node.lineno,raw[a:b].decode(),new,(raw[:a] + new.encode() + raw[b:]).decode()
         for new in changes(node): yield mutant(node, f'({ast.unparse(ast.fix_missing_locations(copy.deepcopy(new)))})')
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call): yield mutant(node, 'None')
         if isinstance(node, ast.If): yield mutant(node.test, f'(not ({ast.unparse(node.test)}))')
 
-def some(text, n, seed=0):
-    "`n` mutants, in different lines as far as there are enough"
-    every,seen = list(mutants(text)),Counter()
-    random.Random(seed).shuffle(every)
-    def turn(m): seen[m[0]] += 1; return seen[m[0]]
-    return sorted(sorted(every, key=turn)[:n])                                                  # of each line one, then the second
+# Mutants that nobody could notice, by module and a part of their line, and why
+equal = dict(
+    layers={'stride != (1,1)': 'to take every pixel first gives the same numbers'},
+    sample={'np.pad(left, (s, 0))[:n]': 'what is added behind is cut off'},
+    optimizer={'fused=True': 'faster, and the same'},
+    problem={'merit = sum(': 'random numbers of either sign', 'rng.integers(2**31)': 'any seed will do'})
+
+def same(module, text, m): return any(part in text.splitlines()[m[1]-1] and (m[2].splitlines()[0] in part or part in m[2]) for part in equal.get(module, {}))
+
+def some(text, n, module=''):
+    "`n` mutants that can be noticed, always the same, in different lines as far as there are enough"
+    seen = Counter()
+    def turn(m): seen[m[1]] += 1; return seen[m[1]]
+    every = sorted(m for m in mutants(text, module) if not same(module, text, m))               # by their keys, which are random
+    return sorted(sorted(every, key=turn)[:n], key=lambda m: m[1])                              # of each line one, then the second
 
 # Who notices ------------------------------------------------------------------------------------------------------------------
 
@@ -181,10 +195,8 @@ def main(argv=None):
         module = importlib.import_module(f'kshot_nas.{file.stem}')
         if Path(module.__file__) != file: sys.exit(f'{module.__file__} would be tried, not {file}')
         text,known = file.read_text(encoding='utf-8'),{r['key']:r for r in results()}
-        def key(m):
-            context = '\n'.join(text.splitlines()[max(0, m[0]-3):m[0]+2])
-            return hashlib.sha256('\0'.join([file.stem, context, *m[1:3]]).encode()).hexdigest()[:12]
-        tried = [m for m in some(text, args.n) if (r := known.get(key(m))) is None or (args.again and not r['caught'])]
+        survived = {k for k,r in known.items() if not r['caught']}
+        tried = [m for m in mutants(text, file.stem) if m[0] in survived] if args.again else [m for m in some(text, args.n, file.stem) if m[0] not in known]
         took = {}
         def limit(witness):
             if witness not in took:
@@ -199,13 +211,15 @@ def main(argv=None):
             print(f'{nb.name} does not bear mutants one after the other ({how}), so each begins anew', flush=True)
             said = [with_text(file, text, m[-1], lambda: finish(steps(nb, file)), longest) for m in tried]
         for m,how in zip(tried, said):
-            line,old,new,changed = m
+            key,line,old,new,changed = m
             witnesses = [nb, *importers(file)]
             while how == 'passed' and witnesses[1:]: del witnesses[0]; how = with_text(file, text, changed, lambda: finish(steps(witnesses[0], file)), limit(witnesses[0]))
-            row = dict(key=key(m), module=file.stem, line=line, old=old, new=new, caught=how != 'passed' and witnesses[0].name, how=how)
+            row = dict(key=key, module=file.stem, line=line, old=old, new=new, caught=how != 'passed' and witnesses[0].name, how=how)
             with open(found, 'a') as f: f.write(json.dumps(row) + '\n')
             print(f"{'caught  ' if row['caught'] else 'SURVIVED'} {file.stem}:{line}: {old} -> {new}", flush=True)
-    latest = {r['key']:r for r in results() if not args.modules or r['module'] in args.modules}
+    texts = {name:file.read_text(encoding='utf-8') for name,(_,file) in modules.items()}
+    here = {m[0] for name,text in texts.items() for m in mutants(text, name) if not same(name, text, m)}    # what the code still has
+    latest = {r['key']:r for r in results() if r['key'] in here and (not args.modules or r['module'] in args.modules)}
     survivors = [r for r in latest.values() if not r['caught']]
     total,alive = (Counter(r['module'] for r in rows) for rows in (latest.values(), survivors))
     for name in total: print(f"{name:<12} {total[name]-alive[name]} of {total[name]} caught")
