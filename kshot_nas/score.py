@@ -143,7 +143,7 @@ def eval_archs(self:KShotLearner,
     archs = [self.space.check(a) for a in sequence(archs, 'archs', '[arch]')]
     show = progress and not getattr(self, 'no_bars', False)
     bar = progress_bar(archs, leave=False) if show else archs
-    index = pd.Index(archs, name='arch', tupleize_cols=False)
+    index = pd.Index(archs, name='arch')
     return pd.DataFrame([self.eval_arch(a, **kwargs) for a in bar], index=index)
 
 # %% ../nbs/36_score.ipynb #5b1c77a3
