@@ -38,16 +38,6 @@ def _rename(tmp, path):
         try: os.fsync(folder)
         finally: os.close(folder)
 
-def _remove_leftovers(path):
-    "Remove temporary files of `path` whose process was killed"
-    if os.name != 'posix': return  # elsewhere a process can't be asked whether it lives
-    for old in path.parent.glob('.*.tmp*'):
-        if not (m := re.fullmatch(rf'\.{re.escape(path.stem)}\.(\d+)\.tmp{re.escape(path.suffix)}', old.name)):
-            continue
-        try: os.kill(int(m[1]), 0)                      # signal 0 only asks
-        except ProcessLookupError: old.unlink(missing_ok=True)
-        except (OSError, OverflowError): pass       # somebody else's, who lives
-
 @contextmanager
 def published(
     path  # the file to write
@@ -63,6 +53,17 @@ def published(
         yield tmp
         _rename(tmp, path)
     finally: tmp.unlink(missing_ok=True)
+
+# %% ../nbs/25_checkpoint.ipynb #cbaeeba6
+def _remove_leftovers(path):
+    "Remove temporary files of `path` whose process was killed"
+    if os.name != 'posix': return  # elsewhere a process can't be asked whether it lives
+    for old in path.parent.glob('.*.tmp*'):
+        if not (m := re.fullmatch(rf'\.{re.escape(path.stem)}\.(\d+)\.tmp{re.escape(path.suffix)}', old.name)):
+            continue
+        try: os.kill(int(m[1]), 0)                      # signal 0 only asks
+        except ProcessLookupError: old.unlink(missing_ok=True)
+        except (OSError, OverflowError): pass       # somebody else's, who lives
 
 # %% ../nbs/25_checkpoint.ipynb #b37e9a92
 def file_digest(
@@ -83,7 +84,8 @@ def fingerprint(
         if not torch.is_tensor(x): h.update(f'{name} {x!r}'.encode())
         else:
             h.update(f'{name} {x.dtype} {tuple(x.shape)}'.encode())
-            h.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            x = x.detach().cpu().contiguous().reshape(-1)
+            h.update(x.view(torch.uint8).numpy())
     return h.hexdigest()[:16]
 
 def check_finite(
@@ -91,8 +93,8 @@ def check_finite(
     advice:str=': train it again'
 ) -> nn.Module:
     "`model`, if all its numbers are finite"
-    odd = [name for name,x in model.state_dict().items() if torch.is_tensor(x)
-           and not x.isfinite().all()]
+    odd = [name for name,x in model.state_dict().items()
+           if torch.is_tensor(x) and not x.isfinite().all()]
     if odd: raise FloatingPointError(
         f"{odd[0]} and {len(odd)-1} other tensors of the model are not finite{advice}")
     return model
@@ -103,17 +105,15 @@ def seed_epoch(
     seed:int,  # the seed of the run
     epoch:int  # the number of the epoch
 ):
-    "Let an epoch depend on `seed`, its number, weights and optimizer, and on nothing else that came before"
+    "Let an epoch depend on `seed`, its number, weights and optimizer alone"
     learn.model.zero_grad()
     if (acc := getattr(learn, 'gradient_accumulation', None)) is not None: acc.count = 0
-    # fastai draws an item to find out, once: let it do so before
-    getattr(learn.dls, 'n_inp', None)
+    getattr(learn.dls, 'n_inp', None)       # fastai draws an item once: now
     state = [int(s) for s in np.random.SeedSequence((seed, epoch)).generate_state(4)]
     random.seed(state[0])
     np.random.seed(state[1])
     torch.manual_seed(state[2])
-    # a distributed DataLoader holds the real one
-    dl = getattr(learn.dl, 'dl', learn.dl)
+    dl = getattr(learn.dl, 'dl', learn.dl)  # a distributed one holds the real one
     dl.rng = random.Random(state[3])
 
 class SeedEpochs(Callback):
@@ -122,7 +122,7 @@ class SeedEpochs(Callback):
     def __init__(self, seed:int=0): store_attr()
     def before_train(self): seed_epoch(self.learn, self.seed, self.epoch)
 
-# %% ../nbs/25_checkpoint.ipynb #d32aad04
+# %% ../nbs/25_checkpoint.ipynb #d4f27a4e
 def _text(o, root):
     "What tells the item `o` from others, as text; a path without the folder `root`"
     if isinstance(o, tuple): return '\n'.join(_text(p, root) for p in o)
@@ -131,7 +131,7 @@ def _text(o, root):
     return str(o).removeprefix(root)
 
 def _numbers(ds, root):
-    "A number for each item of a dataset; `None` if they can't be told apart without reading them"
+    "A number for each item of a dataset; None if they can't be told apart"
     if isinstance(ds, Subset):
         idxs,numbers = np.array(ds.indices, dtype=np.int64),_numbers(ds.dataset, root)
         return idxs if numbers is None else numbers[idxs]
@@ -144,22 +144,24 @@ def _numbers(ds, root):
     # `items` is no list, or one of other things than names and numbers
     except TypeError: return None
 
+# %% ../nbs/25_checkpoint.ipynb #d32aad04
 def item_ids(
-    dls             # DataLoaders
-) -> tuple|None:  # a number for each item of the training set and of the validation set; None if unknown
+    dls           # DataLoaders
+) -> tuple|None:  # a number for each item of both sets; None if unknown
     "By what the items of both sets can be known again, in another process"
     numbers = [_numbers(ds, f'{dls.path}{os.sep}')
                for ds in (dls.train_ds, dls.valid_ds)]
-    return None if any(o is None for o in numbers) else tuple(torch.from_numpy(o)
-                                                              for o in numbers)
+    if any(o is None for o in numbers): return None
+    return tuple(torch.from_numpy(o) for o in numbers)
 
 # %% ../nbs/25_checkpoint.ipynb #fe32d093
 def checkpoints(
     folder  # where they are
 ) -> list:
     "The checkpoints in `folder`, newest first"
-    named = [p for p in Path(folder).glob('epoch_*.pt') if re.fullmatch(r'epoch_\d+-[0-9a-f]{16}', p.stem)]
-    return sorted(named, reverse=True)
+    named = Path(folder).glob('epoch_*.pt')
+    ours = [p for p in named if re.fullmatch(r'epoch_\d+-[0-9a-f]{16}', p.stem)]
+    return sorted(ours, reverse=True)
 
 def _epoch(path): return int(path.stem[6:].split('-')[0])
 
@@ -192,8 +194,8 @@ def read_checkpoint(
         if file_digest(path) != Path(path).stem.split('-')[1]:
             raise ValueError('its content is not what was written')
         state = torch.load(path, map_location='cpu', weights_only=True)
-        if {'model', 'opt', 'epoch', 'config', 'more'} <= set(state) and isinstance(state['config'], dict):
-            return state
+        ours = {'model', 'opt', 'epoch', 'config', 'more'} <= set(state)
+        if ours and isinstance(state['config'], dict): return state
         raise ValueError('it is not a checkpoint of this library')
     except Exception as e: log.warning(f"passing over the checkpoint {path}: {e}")
 
@@ -207,16 +209,15 @@ class SaveCheckpoints(Callback):
         keep:int=3,       # how many to keep
         items:tuple=None  # item_ids of the data, which must be the same as well
     ):
-        self.folder,self.config,self.keep,self.items = Path(folder),config,whole(keep, 'keep', 1),items
+        self.folder,self.config,self.items = Path(folder),config,items
+        self.keep = whole(keep, 'keep', 1)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # fails now rather than after an epoch
-        with tempfile.TemporaryFile(dir=self.folder): pass
+        with tempfile.TemporaryFile(dir=self.folder): pass   # fails now, not in an hour
 
     def more(self) -> dict: return {}                        # what else to keep
 
     @property
-    # of mixed precision, while it trains
-    def scaler(self): return vars(self.learn).get('scaler')
+    def scaler(self): return vars(self.learn).get('scaler')  # of mixed precision
 
     def before_fit(self):
         if self.scaler and self.state and self.state.get('scaler'):
@@ -232,7 +233,7 @@ class SaveCheckpoints(Callback):
                      items=self.items, scaler=scaler, more=self.more())
         write_checkpoint(self.folder, state, self.keep)
 
-# %% ../nbs/25_checkpoint.ipynb #e9ad1fac
+# %% ../nbs/25_checkpoint.ipynb #1b66c5ef
 def _item_changes(there, here):
     "How many items changed sides, came or went, in words; nothing if none did"
     if there is None or here is None or all(map(torch.equal, there, here)): return []
@@ -249,6 +250,7 @@ def _item_changes(there, here):
                 "the run is not repeated to the last bit")
     return []
 
+# %% ../nbs/25_checkpoint.ipynb #e9ad1fac
 @patch
 def load(self:SaveCheckpoints, learn) -> dict|None:
     "Load the newest readable checkpoint of this run into `learn`, if there is one"
@@ -257,10 +259,10 @@ def load(self:SaveCheckpoints, learn) -> dict|None:
         old = state['config']
         diff = [f'{k}: {old.get(k)!r} there, {v!r} here'
                 for k,v in self.config.items() if old.get(k) != v]
-        if diff := diff + _item_changes(state.pop('items', None), self.items): raise ValueError(
+        diff += _item_changes(state.pop('items', None), self.items)
+        if diff: raise ValueError(
             f"{path} belongs to another run; use another folder, or the same "
-            "settings. They differ in\n  "
-            + '\n  '.join(diff))
+            "settings. They differ in\n  " + '\n  '.join(diff))
         learn.model.load_state_dict(state.pop('model'))  # and don't hold it twice
         learn.opt.load_state_dict(state.pop('opt'))
         self.state = state
@@ -286,7 +288,7 @@ class ResumableLearner(Learner):
     def fit_rest(self,
         n_epoch:int,                # epochs of the whole run
         lr:float,                   # learning rate, for fit
-        saver:SaveCheckpoints=None, # writes checkpoints, and knows where to go on, if asked to load one
+        saver:SaveCheckpoints=None, # writes checkpoints, and knows where to go on
         wd:float=None,              # weight decay, for fit
         cbs=None                    # more callbacks
     ) -> bool:                      # was there anything left?

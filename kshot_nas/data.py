@@ -30,6 +30,17 @@ def one_input(
     _refuse_other_tasks(x, y)
     return x
 
+def n_classes(
+    dls,            # DataLoaders
+    n_out:int=None  # what the user says
+) -> int:
+    "The number of outputs that the data wants, unless the user has said it"
+    n = get_c(dls) if n_out is None else n_out
+    if n: return n
+    raise ValueError("`n_out` is not defined, and could not be inferred from "
+                     "data, set `dls.c` or pass `n_out`")
+
+# %% ../nbs/35_data.ipynb #dba3c13d
 def _refuse_other_tasks(x, y):
     "Raise an error for text, tables and masks"
     def whole(t): return isinstance(t, Tensor) and not t.is_floating_point()
@@ -41,25 +52,16 @@ def _refuse_other_tasks(x, y):
         "the targets are masks: supernets give one answer for an image, which is "
         "not enough for segmentation")
 
-def n_classes(
-    dls,            # DataLoaders
-    n_out:int=None  # what the user says
-) -> int:
-    "The number of outputs that the data wants, unless the user has said it"
-    n = get_c(dls) if n_out is None else n_out
-    if n: return n
-    raise ValueError("`n_out` is not defined, and could not be inferred from "
-                     "data, set `dls.c` or pass `n_out`")
-
 # %% ../nbs/35_data.ipynb #62d10b9b
-# the same in every pass
-def _mixed(idxs, most=None): return random.Random(0).sample(idxs, len(idxs))[:most]
+def _mixed(idxs, most=None):
+    "Shuffled, the same in every pass"
+    return random.Random(0).sample(idxs, len(idxs))[:most]
 
 def batch_size(
     n:int,  # images in all
     bs:int  # images wanted in a batch
 ) -> int:
-    "`bs`, or a little more if one of `n` images would be left over, as one image alone has no statistics"
+    "`bs`, or a little more if one image, which has no statistics, would be left over"
     return next((b for b in range(bs, n+1) if n % b != 1), bs)
 
 def fixed_batches(
@@ -81,6 +83,7 @@ def fixed_batches(
                 num_workers=workers)
     return _kept(dl, device, limit)
 
+# %% ../nbs/35_data.ipynb #f9923274
 def _laid_out(t):
     "Images and classes as plain tensors, images channels-last; anything else as it is"
     if isinstance(t, (TensorImageBase, TensorCategory)): t = t.as_subclass(Tensor)
@@ -102,7 +105,7 @@ def _kept(dl, device, limit):
 
 # %% ../nbs/35_data.ipynb #23877739
 _no_supernet = ("A supernet function takes `k`, `n_in` and `n_out` and returns a Supernet, such as `tiny_supernet`, "
-                "or a module with OpChoice or WidthChoice in it: see the chapter on choices")
+                "or a module with OpChoice or WidthChoice in it: see the page on choices")
 
 def _call(function, offered, kwargs):
     "What `function` makes of `kwargs` and of those `offered` arguments that it has; and what it can't take of `kwargs`"
@@ -126,14 +129,14 @@ def _as_supernet(module, k, shape, name, kwargs) -> Supernet:
 # %% ../nbs/35_data.ipynb #a648c48f
 def supernet_for(
     dls,            # DataLoaders
-    supernet,       # a function that makes a supernet, a Supernet, or a module with choices
+    supernet,       # makes a supernet; or a Supernet, or a module with choices
     k:int=None,     # number of items; 8, or the supernet's own, if None
     n_in:int=None,  # number of input channels; that of the data if None
     n_out:int=None, # number of outputs; that of the data if None
     seed:int=0,     # decides the initial weights
     **kwargs
 ) -> Supernet:
-    "The supernet for the data of `dls`; `kwargs` are those of the function, or of `Supernet`"
+    "The supernet for the data; `kwargs` are those of the function, or of `Supernet`"
     name = getattr(supernet, '__name__', None) or f'{supernet!r:.60}'
     x = one_input(dls)
     shape = tuple(x.shape[1:])
@@ -154,6 +157,7 @@ def supernet_for(
     _check_fit(net, x, {})
     return net
 
+# %% ../nbs/35_data.ipynb #db45542c
 def _check_fit(net, x, said):
     "Refuse data that `net` is not made for, and numbers that contradict what it is"
     shape,dtype = tuple(x.shape[1:]),next(net.parameters()).dtype

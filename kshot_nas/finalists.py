@@ -53,7 +53,7 @@ def halving_rounds(
     n:int,          # how many start
     n_epoch:int     # epochs of the last round
 ) -> list:          # of (networks, epochs)
-    "Rounds of successive halving that end with two networks, or one if there is only one"
+    "Rounds of successive halving that end with two networks, if there are two"
     sizes = [n]
     while sizes[-1] > 2: sizes.append((sizes[-1]+1)//2)
     return [(m, max(1, round(n_epoch/2**i)))
@@ -62,13 +62,13 @@ def halving_rounds(
 def halve(
     archs:list,     # the best first
     n_epoch:int,    # epochs of the last round
-    train:Callable  # takes architectures and epochs; gives a number for each, larger for better
-) -> list:              # rows for a table; that of the winner is the last
+    train:Callable  # takes architectures and epochs; gives numbers, large if good
+) -> list:          # rows for a table; that of the winner is the last
     "Train `archs`, keep the better half, train it for twice as long, and so on"
     rows,rounds = [],halving_rounds(len(archs), n_epoch)
     for i,(_,epochs) in enumerate(rounds):
-        # of equal ones, the first goes on
-        scored = sorted(zip(train(archs, epochs), archs), key=lambda o: -o[0])
+        scored = zip(train(archs, epochs), archs)
+        scored = sorted(scored, key=lambda o: -o[0])    # of equals, the first goes on
         archs = [a for _,a in scored][:rounds[i+1][0] if i+1 < len(rounds) else 1]
         rows += [dict(round=i+1, n_epoch=epochs, arch=a, merit=m, kept=a in archs)
                  for m,a in reversed(scored)]
@@ -81,7 +81,7 @@ def equal_cost(
     max_flops:float=None,   # a limit that the others keep as well
     seed:int=0              # decides which are drawn
 ) -> list:
-    "For each of `archs` another architecture, drawn at random, that costs about the same"
+    "For each of `archs` another one, drawn at random, that costs about the same"
     res,(least,most) = [],table.flops_range()
     most = min(most, max_flops or most)
     for i,(arch,flops) in enumerate(zip(archs, table.flops(archs).tolist())):
@@ -106,16 +106,18 @@ class Trainings:
         make:Callable,         # gives the plain network of an architecture
         folder,                # where checkpoints and curves are
         workers:int=1,         # processes that train
-        follow:Callable=None,  # gives a callback for each training here: takes architecture, epochs, seed
+        follow:Callable=None,  # takes architecture, epochs, seed; gives a callback
         **kwargs
     ):
         "`kwargs` go to `retrain_learner`"
-        self.dls,self.make,self.folder,self.workers = dls,make,Path(folder),whole(workers, 'workers', 1)
+        self.dls,self.make,self.folder = dls,make,Path(folder)
+        self.workers = whole(workers, 'workers', 1)
         self.follow,self.kwargs = follow,kwargs
 
     def at(self, arch:Arch, n_epoch:int, seed:int) -> Path:
         "The folder of a training"
-        return self.folder/hashlib.sha256(f'{arch} {n_epoch} {seed}'.encode()).hexdigest()[:16]
+        name = hashlib.sha256(f'{arch} {n_epoch} {seed}'.encode()).hexdigest()[:16]
+        return self.folder/name
 
     def learner(self, arch:Arch, n_epoch:int, seed:int=0) -> RetrainLearner:
         "The learner that has trained `arch` alone"
@@ -124,7 +126,7 @@ class Trainings:
                       self.at(arch, n_epoch, seed), self.kwargs, cbs)
 
 def _train(dls, model, n_epoch, seed, folder, kwargs, cbs=None, threads=None, pid=None):
-    "Train a network, or what is left of its training, and write its curve; `threads` and `pid` are for processes"
+    "Train a network, or what is left of its training, and write its curve"
     if threads: torch.set_num_threads(threads), end_with(pid)
     learn = retrain_learner(dls, model, seed=seed, **kwargs)
     with learn.no_bar(), learn.no_logging():
@@ -144,7 +146,7 @@ def _read_curve(folder) -> pd.DataFrame|None:
 # %% ../nbs/39_finalists.ipynb #c99e7e80
 @patch
 def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
-    "Losses and metrics after every epoch of the training of each of `archs`, which are trained if need be"
+    "Losses and metrics after every epoch, of networks that are trained if need be"
     folders = {a:self.at(a, n_epoch, seed) for a in archs}
     todo = [a for a,f in folders.items() if _read_curve(f) is None]
     if self.workers == 1 or len(todo) < 2:
@@ -161,11 +163,11 @@ def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
 @dataclass(repr=False, eq=False)
 class Finalists:
     "What training alone has made of the first architectures of a search"
-    table:pd.DataFrame  # a row for each training: role, round, arch, n_epoch, metric, flops, kept or not
-    curves:pd.DataFrame     # a row for each epoch of each training
-    metric:str              # what decides, on validation images
-    trainings:Trainings     # makes learners of trained networks
-    seed:int                # of the trainings
+    table:pd.DataFrame   # a row for each training: role, round, metric, kept or not
+    curves:pd.DataFrame  # a row for each epoch of each training
+    metric:str           # what decides, on validation images
+    trainings:Trainings  # makes learners of trained networks
+    seed:int             # of the trainings
 
     def winner(self, role:str='finalist') -> Arch:
         "The best architecture of 'finalist' or 'random'"
@@ -190,17 +192,18 @@ def finalists(self:KShotLearner,
     n:int=5,               # how many of the first
     n_epoch:int=30,        # epochs of the last round
     rivals:bool=True,      # train as many random architectures of equal cost, too?
-    folder=None,           # where trainings are kept, to go on after an interruption; a temporary folder if None
+    folder=None,           # where trainings are kept; a temporary one if None
     workers:int=1,         # processes that train
     seed:int=0,            # decides rivals and trainings
     follow:Callable=None,  # gives a callback for a training: see Trainings
     **kwargs
 ) -> Finalists:
-    "Train the first `n` of a search alone, the better half for longer, and so on; `kwargs` go to `retrain_learner`"
+    "Train the first `n` of a search alone; `kwargs` are those of `retrain_learner`"
     instance(found, 'found', SearchResult, 'Pass what learn.search() has returned')
     archs,table = spread_out(found.ranking.arch, whole(n, 'n', 1)),CostTable(self.net)
     most = found.limits.get('flops', (None, None))[1]
-    groups = dict(finalist=archs) | (dict(random=equal_cost(table, archs, most, seed)) if rivals else {})
+    groups = dict(finalist=archs)
+    if rivals: groups['random'] = equal_cost(table, archs, most, seed)
     folder = Path(tempfile.mkdtemp() if folder is None else folder)
     # no classes: the same goal
     if not isinstance(self.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)):
@@ -224,7 +227,7 @@ def finalists(self:KShotLearner,
                      seed)
 
 def _column(metric, curve) -> str:
-    "The column of a curve that decides: the metric of the search if it is there, else the loss"
+    "What decides: the metric of the search if a curve has it, else the loss"
     return metric if metric in curve and metric != 'loss' else 'valid_loss'
 
 # %% ../nbs/39_finalists.ipynb #921fcabd

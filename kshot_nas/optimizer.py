@@ -20,7 +20,7 @@ from .layers import KLayer
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm,nn.GroupNorm
 
 def kshot_splitter(model:nn.Module) -> list:
-    "Three groups of parameters: weights of the supernet, its norms and biases, and the codes"
+    "Three groups of parameters: weights of the supernet, its norms and biases, codes"
     weights,rest = [],[]
     for m in model.net.modules():
         for name,p in m.named_parameters(recurse=False):
@@ -31,7 +31,7 @@ def kshot_splitter(model:nn.Module) -> list:
 
 # %% ../nbs/32_optimizer.ipynb #7b744dbc
 class PhasedOptimizer:
-    "Two torch optimizers, for items and codes, that look like one; `step` steps those that are `active`"
+    "Two torch optimizers that look like one; `step` steps those that are `active`"
     def __init__(self, items:torch.optim.Optimizer,
                  codes:torch.optim.Optimizer=None, codes_scale:float=1.):
         self.opts = [o for o in (items, codes) if o is not None]
@@ -86,7 +86,7 @@ class _NumbersOnly(OptimWrapper):
 
 # %% ../nbs/32_optimizer.ipynb #69582c93
 class FusedSGD(torch.optim.SGD):
-    "SGD in one pass over memory, for parameters of which some never had a gradient before"
+    "SGD in one pass over memory, also for parameters that never had a gradient"
     def __init__(self, params, lr:float, **kwargs):
         super().__init__(params, lr=lr, fused=True, **kwargs)
     def step(self, closure=None):
@@ -98,8 +98,8 @@ class FusedSGD(torch.optim.SGD):
 def phased_opt(
     params:list,          # three lists of parameters, as kshot_splitter makes them
     lr:float=0.12,        # learning rate of the items
-    wd:float=0.,          # weight decay of the items' weights; norms and biases have none
-    items=None,           # makes the optimizer of the items; SGD with Nesterov momentum if None
+    wd:float=0.,          # weight decay of the items' weights, not of norms and biases
+    items=None,           # makes the optimizer of the items; SGD with momentum if None
     codes=None,           # makes the optimizer of the codes; Adam if None
     codes_scale:float=0.01# learning rate of the codes, relative to that of the items
 ) -> OptimWrapper:
@@ -110,8 +110,8 @@ def phased_opt(
     opt = (items or sgd)([dict(params=weights), dict(params=rest, decay=False)], lr=lr)
     if wd:
         for g in opt.param_groups: g['weight_decay'] = wd
-    return _NumbersOnly(opt=PhasedOptimizer(opt,
-                                            (codes or adam)(sigma, lr=lr) if sigma else None, codes_scale))
+    opt_codes = (codes or adam)(sigma, lr=lr) if sigma else None
+    return _NumbersOnly(opt=PhasedOptimizer(opt, opt_codes, codes_scale))
 
 # %% ../nbs/32_optimizer.ipynb #ef327693
 class ShareGradients(Callback):

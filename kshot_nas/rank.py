@@ -94,9 +94,9 @@ def _taus(pred, true, n_void=0):
 
 # %% ../nbs/26_rank.ipynb #9495e91a
 def kendall_tau(
-    pred,                # what the supernet says, higher is better: array, or Series or dict by architecture
+    pred,                # what the supernet says: array, or Series or dict
     true,                # what is true: the same
-    variant:str='paper'  # 'paper': (concordant - discordant)/all pairs; 'b': tau-b, NaN if all of one side is tied
+    variant:str='paper'  # 'paper': over all pairs; 'b': tau-b, which leaves ties out
 ) -> float:
     "Kendall's rank correlation; of a loss, give the negative"
     one_of(variant, 'variant', ('paper', 'b'))
@@ -114,7 +114,7 @@ def pearson_r(pred, true) -> float:
     return _scipy(pearsonr, *_pair(pred, true))
 
 def spearman_rho(pred, true) -> float:
-    "Spearman's rank correlation; ties share the mean of their ranks; NaN if one side is constant"
+    "Spearman's rank correlation; ties share the mean of their ranks"
     return _scipy(spearmanr, *_pair(pred, true))       # eq. spearman-rho-var
 
 # %% ../nbs/26_rank.ipynb #8f587730
@@ -127,14 +127,15 @@ def _high(pred, true, n_high):
     return np.repeat(g[::-1], counts[::-1]).cumsum()[n_high-1]/(n_high*(n-n_high))
 
 def high_tau(
-    pred,    # what the supernet says: array, or Series or dict by architecture
+    pred,    # what the supernet says: array, or Series or dict
     true,    # what is true: the same
     n_high   # size of the high group; several sizes give a curve
 ):
-    "Kendall's tau over the pairs of one of the `n_high` truly best architectures and one of the rest"
+    "Kendall's tau over the pairs of one of the truly best and one of the rest"
     pred,true = _pair(pred, true)
     several = np.ndim(n_high) > 0
-    sizes = np.array([whole(k, 'n_high', 1, len(true)-1) for k in (n_high if several else [n_high])], dtype=int)
+    sizes = n_high if several else [n_high]
+    sizes = np.array([whole(k, 'n_high', 1, len(true)-1) for k in sizes], dtype=int)
     return _high(pred, true, sizes if several else sizes[0])
 
 # %% ../nbs/26_rank.ipynb #650098c8
@@ -145,30 +146,30 @@ def _top(x, k):
     return np.clip((k-above)/counts, 0, 1)[level]
 
 def top_k_overlap(
-    pred,   # what the supernet says: array, or Series or dict by architecture
+    pred,   # what the supernet says: array, or Series or dict
     true,   # what is true: the same
     k:int   # size of both groups
 ) -> float:
-    "Share of the `k` truly best that are among the `k` best predicted; the mean over ways to break ties"
+    "Share of the `k` truly best that are among the `k` best predicted"
     pred,true = _pair(pred, true)
     k = whole(k, 'k', 1, len(true))
     return float(_top(pred, k)@_top(true, k)/k)
 
 def regret(pred, true) -> float:
-    "The best of `true` minus that of the best predicted; if several are predicted best, their mean"
+    "The best of `true` minus the truth of the one predicted best"
     pred,true = _pair(pred, true)
     return float(true.max() - true[pred == pred.max()].mean())
 
 # %% ../nbs/26_rank.ipynb #27c3d825
 def _halves(seeds):
-    "Means over one and another half of the seeds, for ways of halving in which all seeds take part equally"
+    "Means over two halves of the seeds, for ways of halving that use all alike"
     n = seeds.shape[1]
     m = n//2
     rolled = [np.roll(seeds, -s, axis=1) for s in range(n if n % 2 else m)]
     return [(x[:,:m].mean(1), x[:,m:2*m].mean(1)) for x in rolled]
 
 def _ceiling(halves, n_seeds):
-    "From halves: tau between them, expected tau of the truth with a new one, and with expected accuracies"
+    "Three taus: of the halves, of the truth again, of a perfect predictor"
     tau = np.mean([kendalltau(a, b).statistic for a,b in halves])
     # tau = 2/pi asin r, for normal pairs
     r,more = max(np.sin(np.pi*tau/2), 0),n_seeds/(n_seeds//2)
@@ -185,60 +186,61 @@ def _seeds(table, name='seeds'):
     return table.to_numpy().copy()
 
 def tau_ceiling(
-    seeds  # true accuracies, one row per architecture and one column per seed: array, DataFrame or dict of rows
+    seeds  # true accuracies: a row per architecture, a column per seed
 ) -> dict:
-    "What noise in the truth leaves possible: tau between `halves`, with the truth `again`, of a `perfect` predictor"
+    "What noise leaves possible: tau of `halves`, `again`, and of a `perfect` predictor"
     seeds = _seeds(_align(seeds=seeds)['seeds'])
     return {k:float(v) for k,v in _ceiling(_halves(seeds), seeds.shape[1]).items()}
 
 # %% ../nbs/26_rank.ipynb #04875707
 def _one_training(seeds, one, n_void=0):
-    "The tau of a column of `one`, or of `seeds` if it is `None`, with the mean of the other seeds; averaged over seeds"
+    "Mean tau of a column of `one`, or of `seeds`, with the mean of the other seeds"
     others = (seeds.sum(1, keepdims=True) - seeds)/(seeds.shape[1]-1)
     return np.mean([_taus(x, y, n_void)[0]
                     for x,y in zip((seeds if one is None else one).T, others.T)])
 
 # %% ../nbs/26_rank.ipynb #5c02fd71
-# those which a bootstrap can imitate
-_measures = ('tau', 'tau_b', 'rho', 'r', 'high_tau')
+_measures = ('tau', 'tau_b', 'rho', 'r', 'high_tau')   # which a bootstrap can imitate
 
 class RankReport:
-    "How well a prediction ranks architectures, beside their cost alone, one training, and what noise leaves possible"
+    "How well a prediction ranks architectures, beside yardsticks"
     def __init__(self, pred, true, costs:dict, seeds=None, one=None, n_high:int=1,
                  n_boot:int=500, seed:int=0):
         self.pred,self.true,self.costs,self.seeds,self.one = pred,true,costs,seeds,one
         self.n_high,self.n_boot = n_high,n_boot
         rng,n = np.random.default_rng(seed),len(true)
-        value = pd.Series(self._numbers(np.arange(n), top=True)).rename_axis(['who',
-                                                                              'measure'])
+        value = pd.Series(self._numbers(np.arange(n), top=True))
+        value = value.rename_axis(['who', 'measure'])
         draws = [self._numbers(rng.integers(n, size=n)) for _ in range(n_boot)]
-        low,high = pd.DataFrame(draws, columns=value.index, dtype=float).quantile([0.025, 0.975]).to_numpy()
+        draws = pd.DataFrame(draws, columns=value.index, dtype=float)
+        low,high = draws.quantile([0.025, 0.975]).to_numpy()
         self.table = pd.DataFrame(dict(value=value, low=low, high=high))
         taus = value.xs('tau', level='measure')
-        self.tau,self.one_training,self.ceiling = map(taus.get,
-                                                      ('prediction', 'one training',
-                                                       'perfect'))
+        self.tau,self.ceiling = taus['prediction'],taus.get('perfect')
+        self.one_training = taus.get('one training')
 
     def _numbers(self, i, top=False):
-        "All measures of the architectures `i`, some of which may come twice; with those of the top, if wanted"
-        # an architecture and its copy are no pair
-        res,true,n_void = {},self.true[i],_tied(i)
+        "All measures of the architectures `i`, some of which may come twice"
+        res,true = {},self.true[i]
+        n_void = _tied(i)               # an architecture and its copy are no pair
         for who,p in {'prediction':self.pred, **self.costs}.items():
             p = p[i]
-            all_pairs = *_taus(p, true, n_void),_scipy(spearmanr, p, true),_scipy(pearsonr, p, true)
-            for m,v in zip(_measures, (*all_pairs, _high(p, true, self.n_high))):
-                res[who,m] = v
+            values = (*_taus(p, true, n_void), _scipy(spearmanr, p, true),
+                      _scipy(pearsonr, p, true), _high(p, true, self.n_high))
+            for m,v in zip(_measures, values): res[who,m] = v
             if top:
-                res[who,'top_k'],res[who,'regret'] = top_k_overlap(p, true, self.n_high),regret(p, true)
+                res[who,'top_k'] = top_k_overlap(p, true, self.n_high)
+                res[who,'regret'] = regret(p, true)
         for who in self.costs:
             for m in _measures:
                 res[f'prediction - {who}',m] = res['prediction',m] - res[who,m]
         if self.seeds is not None:
             seeds = self.seeds[i]
             ceiling = _ceiling(_halves(seeds), seeds.shape[1])
-            res['one training','tau'] = _one_training(seeds,
-                                                      None if self.one is None else self.one[i], n_void)
-            res['truth again','tau'],res['perfect','tau'] = ceiling['again'],ceiling['perfect']
+            one = None if self.one is None else self.one[i]
+            res['one training','tau'] = _one_training(seeds, one, n_void)
+            res['truth again','tau'] = ceiling['again']
+            res['perfect','tau'] = ceiling['perfect']
         return res
 
 # %% ../nbs/26_rank.ipynb #fe21801c
@@ -263,7 +265,7 @@ def __repr__(self:RankReport): return self._head() + '\n' + self._text().to_stri
 @patch
 def _repr_html_(self:RankReport): return f'<p>{self._head()}</p>' + self._text().to_html()
 
-# %% ../nbs/26_rank.ipynb #584ab56d
+# %% ../nbs/26_rank.ipynb #6a8dada1
 def _columns(cost):
     "The costs of a table by their names"
     res = {str(name):x.to_numpy() for name,x in cost.items()}
@@ -271,17 +273,18 @@ def _columns(cost):
     raise ValueError("`cost` must have columns of different names, none of them "
                      f"'prediction'; got {[*cost]}")
 
+# %% ../nbs/26_rank.ipynb #584ab56d
 def rank_report(
-    pred,             # what the supernet says, higher is better: array, or Series or dict by architecture
+    pred,             # what the supernet says: array, or Series or dict
     true,             # what is true: the same
-    cost=None,        # yardstick, such as FLOPs or parameters: the same, or a DataFrame with a column for each
-    seeds=None,       # the single truths of which true is the mean, a column per seed: array, DataFrame or dict of rows
-    one=None,         # what single trainings say on other images, a column per seed of seeds; seeds itself if None
-    n_high:int=None,  # how many count as the best, in high_tau and top_k; a tenth if None
+    cost=None,        # yardstick, such as FLOPs: the same, or a DataFrame of several
+    seeds=None,       # the single truths of which true is the mean, a column each
+    one=None,         # what single trainings say on other images; seeds if None
+    n_high:int=None,  # how many count as the best; a tenth if None
     n_boot:int=500,   # resamples for the intervals; 0 for none
     seed:int=0        # of the resampling
 ) -> RankReport:
-    "All measures of a ranking with intervals, beside the cost alone, one training, and the ceiling that noise sets"
+    "All measures of a ranking, with intervals and beside yardsticks"
     tables = _align(pred=pred, true=true, cost=cost, seeds=seeds, one=one)
     pred,true = _pair(tables['pred'], tables['true'])
     costs = _columns(tables.get('cost', pd.DataFrame()))

@@ -20,10 +20,10 @@ from .phases import ContrastTerm
 
 # %% ../nbs/34_recorder.ipynb #f778f452
 class CodeRecorder(Callback):
-    "Records losses by phase, the channel regularizer, and the codes of a fixed set of architectures over time"
+    "Records losses by phase, the regularizer, and codes over time"
     order,run_valid = ContrastTerm.order+1,False
-    # the last: what a run that goes on has recorded before
-    steps,codes,earlier = (),(),((),())
+    steps,codes = (),()         # (epoch, phase, loss, r_c) of steps; codes after epochs
+    earlier = (),()             # what a run that goes on has recorded before
     def __init__(self,
         n_archs:int=128, # architectures whose codes are followed
         seed:int=0       # decides which
@@ -33,14 +33,13 @@ class CodeRecorder(Callback):
     def before_train(self):
         if not self.start: return
         self.start = False  # the first epoch of a fit; `validate` alone erases nothing
-        # (epoch, phase, loss, r_c); codes after epochs
         self.steps,self.codes = (list(o) for o in self.earlier)
         self.earlier = (),()
         self.archs = self.model.net.space.sample(self.n_archs, seed=self.seed)
 
     def after_pred(self):
-        if self.epoch or self.pred.ndim != 2 or self.y.ndim != 1 or self.y.is_floating_point():
-            return
+        if self.epoch or self.pred.ndim != 2: return
+        if self.y.ndim != 1 or self.y.is_floating_point(): return       # no classes
         n = self.pred.shape[1]
         # -100: left out by torch's losses
         odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]
@@ -73,8 +72,8 @@ class CodeRecorder(Callback):
 # %% ../nbs/34_recorder.ipynb #0e50f974
 @patch
 def mean(self:CodeRecorder, phase:str=None, column:int=2) -> float:
-    "Average of the loss (or of another column of `steps`) over the last epoch, or over its steps of one phase"
-    last = takewhile(lambda s: s[0] == self.epoch, reversed(self.steps))           # there may be very many before
+    "Average of the loss (or another column of `steps`) over the last epoch"
+    last = takewhile(lambda s: s[0] == self.epoch, reversed(self.steps))
     values = [s[column] for s in last if phase in (None, s[1])]
     values = [v for v in values if not math.isnan(v)]
     return float(np.mean(values[::-1])) if values else math.nan
@@ -82,7 +81,9 @@ def mean(self:CodeRecorder, phase:str=None, column:int=2) -> float:
 @patch(as_prop=True)
 def spread(self:CodeRecorder) -> float:
     "How far codes are from 1/K, as a root mean square, after the last epoch"
-    return (self.codes[-1] - 1/self.codes[-1].shape[-1]).square().mean().sqrt().item() if self.codes else 0.
+    if not self.codes: return 0.
+    lam = self.codes[-1]
+    return (lam - 1/lam.shape[-1]).square().mean().sqrt().item()
 
 # %% ../nbs/34_recorder.ipynb #89ab86d3
 @patch

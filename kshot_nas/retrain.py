@@ -29,7 +29,7 @@ from .supernet import Supernet
 
 # %% ../nbs/38_retrain.ipynb #04eb9698
 class RMSpropTF(torch.optim.Optimizer):
-    "TensorFlow's RMSProp: epsilon inside the root, squares that start at 1, the rate inside the momentum"
+    "TensorFlow's RMSProp: epsilon inside the root, rate inside the momentum"
     def __init__(self,
         params,                # parameters, or groups of them
         lr:float=0.128,        # learning rate
@@ -38,9 +38,8 @@ class RMSpropTF(torch.optim.Optimizer):
         eps:float=1e-3,        # added to the average square before the root is taken
         weight_decay:float=0.  # this times the weight is added to the gradient
     ):
-        super().__init__(params,
-                         dict(lr=lr, alpha=alpha, momentum=momentum, eps=eps,
-                              weight_decay=weight_decay))
+        super().__init__(params, dict(lr=lr, alpha=alpha, momentum=momentum, eps=eps,
+                                      weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -55,15 +54,15 @@ class RMSpropTF(torch.optim.Optimizer):
             vs,bs = ([self.state[p][k] for p in ps]
                      for k in ('square_avg', 'momentum_buffer'))
             gs = torch._foreach_add([p.grad for p in ps], ps, alpha=h['weight_decay'])
-            torch._foreach_lerp_(vs, torch._foreach_mul(gs, gs), 1-h['alpha'])
+            torch._foreach_lerp_(vs, torch._foreach_mul(gs, gs), 1-h['alpha'])  # v
             torch._foreach_mul_(bs, h['momentum'])
             roots = torch._foreach_sqrt(torch._foreach_add(vs, h['eps']))
-            torch._foreach_addcdiv_(bs, gs, roots, value=float(h['lr']))
-            torch._foreach_sub_(ps, bs)
+            torch._foreach_addcdiv_(bs, gs, roots, value=float(h['lr']))        # b
+            torch._foreach_sub_(ps, bs)                                         # w
 
 # %% ../nbs/38_retrain.ipynb #b474a2ee
 def decay_splitter(model:nn.Module) -> list:
-    "Two groups of parameters: weights, which are decayed; scales and biases of norms and layers, which are not"
+    "Two groups of parameters: weights, which are decayed, and the rest"
     ps = [p for p in model.parameters() if p.requires_grad]
     return [[p for p in ps if p.ndim > 1], [p for p in ps if p.ndim < 2]]
 
@@ -73,7 +72,7 @@ def rmsprop_opt(
     wd:float=1e-5,      # weight decay of the first
     **kwargs
 ) -> OptimWrapper:
-    "An `opt_func` for fastai: `RMSpropTF`, which gets `kwargs`, for the two groups of `decay_splitter`"
+    "An `opt_func` for fastai; `kwargs` are those of `RMSpropTF`"
     groups = [dict(params=list(ps), weight_decay=d) for ps,d in zip(params, (wd, 0.))]
     return OptimWrapper(opt=RMSpropTF(groups, lr=lr, **kwargs))
 
@@ -85,7 +84,7 @@ def ramp_stairs(
     factor:float=0.97,   # height of a step, relative to the one before
     every:float=2.4      # epochs on a step
 ):
-    "A schedule for `ParamScheduler`: a linear ramp from 0 to `lr`, then a staircase down"
+    "A schedule for `ParamScheduler`: a ramp from 0 to `lr`, then stairs down"
     if not 0 <= warmup < n_epoch or every <= 0: raise ValueError(
         f"need 0 <= warmup < n_epoch and every > 0; got warmup={warmup!r}, "
         f"n_epoch={n_epoch!r}, every={every!r}")
@@ -99,27 +98,27 @@ def ramp_stairs(
 def paper_pace(
     n_epoch:int,     # epochs in all
     share:float=0.2  # at most this share of them for the ramp
-) -> dict:              # warmup and every for ramp_stairs
-    "The paper's epochs of ramp and stairs; for a run shorter than MnasNet's 350 epochs, ours"
+) -> dict:           # warmup and every for ramp_stairs
+    "The paper's epochs of ramp and stairs, scaled to runs shorter than 350 epochs"
     warmup = min(5., share*n_epoch)
     return dict(warmup=warmup, every=2.4*min(1., (n_epoch-warmup)/345))
 
 def peak_lr(
     bs:int,          # images in a batch
-    how:str='sqrt'   # scale by the square root of the batch size, or 'linear', as MnasNet does
+    how:str='sqrt'   # scale by the square root of the batch size, or 'linear'
 ) -> float:
     "The paper's 0.128 for batches of 1024, scaled to batches of `bs`"
-    return 0.128*(bs/1024)**dict(sqrt=0.5, linear=1)[one_of(how, 'how',
-                                                            ('sqrt', 'linear'))]
+    power = dict(sqrt=0.5, linear=1)
+    return 0.128*(bs/1024)**power[one_of(how, 'how', tuple(power))]
 
 # %% ../nbs/38_retrain.ipynb #82f6da32
 class WeightEMA(Callback):
-    "Averages weights and norm statistics; the model has the averages whenever it is not being trained"
+    "Averages weights; the model has the averages whenever it is not being trained"
     order = TrainEvalCallback.order+1
     away = None   # what is not in the model: averages in training, else weights
-    # share of the old average in the new one, once warm
-    def __init__(self, decay:float=0.9999):
-        self.decay = decay
+    def __init__(self,
+        decay:float=0.9999  # share of the old average in the new one, once warm
+    ): self.decay = decay
 
     def at(self, t:int) -> float:
         "The decay of step `t`, which starts small"
@@ -128,12 +127,14 @@ class WeightEMA(Callback):
     def tensors(self) -> dict:
         "All that is averaged"
         model = get_model(self.model)
-        return {n:v for n,v in [*model.named_parameters(), *model.named_buffers()] if v.is_floating_point()}
+        every = [*model.named_parameters(), *model.named_buffers()]
+        return {n:v for n,v in every if v.is_floating_point()}
 
     def before_fit(self):
         self.run = not hasattr(self.learn, 'lr_finder')
-        if self.run:
-            self.away,self.t,self.averaged = {n:v.detach().clone() for n,v in self.tensors().items()},0,False
+        if not self.run: return
+        self.away = {n:v.detach().clone() for n,v in self.tensors().items()}
+        self.t,self.averaged = 0,False
 
     @torch.no_grad()
     def after_step(self):
@@ -166,16 +167,17 @@ class HeadDropout(Callback):
         if not layers:
             raise ValueError("dropout needs a linear layer in the model: there "
                              "is none, train without")
-        self.hook = layers[-1].register_forward_pre_hook(lambda m,args: (F.dropout(args[0], self.p, m.training),))
+        def drop(m, args): return (F.dropout(args[0], self.p, m.training),)
+        self.hook = layers[-1].register_forward_pre_hook(drop)
     def after_fit(self):
         if self.hook: self.hook.remove()
         self.hook = None
 
 class BatchAugment(Callback):
-    "torchvision's RandAugment and random erasing, drawn for each training image by itself"
+    "torchvision's RandAugment and random erasing, drawn for each training image"
     order,run_valid = TrainEvalCallback.order+1,False
     def __init__(self,
-        rand_augment:tuple=None,  # number of operations and their magnitude, such as (2, 9)
+        rand_augment:tuple=None,  # operations and their magnitude, such as (2, 9)
         erase:float=0.            # chance that a rectangle of an image is erased
     ):
         if rand_augment is not None:
@@ -184,8 +186,8 @@ class BatchAugment(Callback):
             if len(rand_augment) != 2: raise ValueError(
                 "rand_augment must be a number of operations and a magnitude, "
                 f"such as (2, 9); got {rand_augment!r}")
-        self.rand_augment,self.erase = rand_augment,v2.RandomErasing(p=erase,
-                                                                     value='random')
+        self.rand_augment = rand_augment
+        self.erase = v2.RandomErasing(p=erase, value='random')
         self.augment = v2.RandAugment(*rand_augment) if rand_augment else nn.Identity()
 
     def before_batch(self): self.learn.xb = (self.augmented(self.xb[0]), *self.xb[1:])
@@ -224,21 +226,21 @@ def _smoothed_loss(dls, smoothing):
 # %% ../nbs/38_retrain.ipynb #433e4465
 def retrain_learner(
     dls,                      # DataLoaders
-    model:nn.Module,          # the network, such as learn.subnet(arch); trained in place
-    weights:str='fresh',      # draw 'fresh' weights, as the paper does, or 'inherit' those that model has
+    model:nn.Module,          # the network, as of learn.subnet; trained in place
+    weights:str='fresh',      # 'fresh' ones, as in the paper, or 'inherit' the model's
     wd:float=1e-5,            # weight decay; norms and biases have none
     ema:float=0.9999,         # decay of the average of the weights; 0 for no average
-    smoothing:float=0.1,      # label smoothing, for cross-entropy that you have not chosen yourself
+    smoothing:float=0.1,      # label smoothing of the default loss
     dropout:float=0.,         # share of inputs dropped before the last linear layer
-    rand_augment:tuple=None,  # operations and magnitude of RandAugment, such as (2, 9)
+    rand_augment:tuple=None,  # operations and magnitude, such as (2, 9)
     erase:float=0.,           # chance that a part of an image is erased
-    seed:int=0,               # decides fresh weights, order of images, augmentation and dropout
-    loss_func=None,           # loss; cross-entropy with label smoothing, or that of the data, if None
+    seed:int=0,               # decides weights, order of images and what is dropped
+    loss_func=None,           # loss; smoothed cross-entropy, or the data's own, if None
     metrics=None,             # metrics; accuracy for classification if None
     cbs=None,                 # more callbacks
     **kwargs
 ) -> RetrainLearner:
-    "A learner that trains `model` with the paper's recipe, see `fit_retrain`; `kwargs` go to `Learner`"
+    "A learner with the paper's recipe for `model`; `kwargs` are those of `Learner`"
     instance(model, 'model', nn.Module, 'Pass a network such as learn.subnet(arch)')
     if isinstance(model, Supernet):
         raise ValueError("model is a supernet: pass one of its networks, "
@@ -287,8 +289,8 @@ class _Saver(SaveCheckpoints):
     def recall(self, rec):
         "Let `rec` have what was recorded"
         more,smooth = self.state['more'],rec.smooth_loss
-        rec.values,rec.losses = [L(v) for v in more['values']],[torch.tensor(o)
-                                                                for o in more['losses']]
+        rec.values = [L(v) for v in more['values']]
+        rec.losses = [torch.tensor(o) for o in more['losses']]
         rec.lrs,rec.iters = list(more['lrs']),list(more['iters'])
         smooth.val,smooth.count = torch.tensor(more['smooth'][0]),more['smooth'][1]
 
@@ -296,14 +298,14 @@ class _Saver(SaveCheckpoints):
 @patch
 def fit_retrain(self:RetrainLearner,
     n_epoch:int,        # epochs, ramp included
-    lr:float=None,      # learning rate at the top of the ramp; peak_lr of the batch size if None
+    lr:float=None,      # at the top of the ramp; peak_lr of the batch size if None
     warmup:float=None,  # epochs of the ramp; those of paper_pace if None
     every:float=None,   # epochs on a step of the stairs; those of paper_pace if None
     cbs=None,           # more callbacks
-    checkpoint=None,    # folder for checkpoints; if there are some of this run, it goes on from the newest
+    checkpoint=None,    # folder for checkpoints; goes on from the newest there
     keep:int=3          # how many to keep
 ):
-    "Train for `n_epoch` epochs with the paper's schedule; the model ends with averaged weights"
+    "Train with the paper's schedule; the model ends with averaged weights"
     n_epoch,bs = whole(n_epoch, 'n_epoch', 1),self.dls.train.bs*(num_distrib() or 1)
     lr = peak_lr(bs) if lr is None else float(number(lr, 'lr', least=0))
     given = {k:float(number(v, k, least=0))

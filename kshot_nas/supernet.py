@@ -114,7 +114,7 @@ def use(self:Supernet,
     if lam is not None: lam = check_code(lam, self.k)
     if lam is not None and lam.ndim == 2 and len(lam) != rows: raise ValueError(
         f"a code with a row per layer has {rows} rows here; got {len(lam)}")
-    self.mixer.set(lam)
+    self.mixer.set(lam)                                 # eq. eqx: all layers use Θ·λ
     self.switch(arch)
     self.in_use,self.before = (arch, lam),before
     return self
@@ -198,7 +198,7 @@ def forward_paths(self:Supernet,
     before,outs = (self.arch, self.mixer.lam),[]
     n_parts = min(len(archs), max(1, len(x)//2))
     try:
-        for part,arch,lam in zip(x.tensor_split(n_parts), archs, lams):
+        for part,arch,lam in zip(x.tensor_split(n_parts), archs, lams):  # b/m images
             self.switch(arch, lam)
             outs.append(self(part))
     finally: self.switch(*before)
