@@ -108,6 +108,7 @@ def reference(nbs):
     for f,nb in nbs.items():
         for text in filter(None, map(entry, nb['cells'])):
             name,about = re.search('^### (.+)', text, re.M)[1],text.split('```')[2].strip().strip('*').split('\n')[0]
+            if name.startswith('_'): continue
             about = re.sub(r'\[(`[^`]+`)\]\([^)]+\)', r'\1', about).replace('|', r'\|')
             names[name] = (f"[`{name}`]({f}#{slug(name)})", about)
     return '\n\n'.join(['## Find a name', table(('name', 'what it is'), [names[n] for n in sorted(names, key=str.lower)]),
