@@ -61,10 +61,9 @@ def _work(key, package, versions, threads, pid, metric, arch):
     me = threading.current_thread()
     if getattr(me, 'kshot_key', None) != key:
         here = _versions()
-        if here != versions: raise RuntimeError(f"a worker has {here}, and the "
-                                                f"process it works for has {versions}: "
-                                                "install the same versions on "
-                                                "all machines")
+        if here != versions: raise RuntimeError(
+            f"a worker has {here}, and the process it works for has {versions}: "
+            "install the same versions on all machines")
         torch.set_num_threads(threads)                  # rounding depends on it
         end_with(pid)
         me.kshot_key,me.kshot_evaluate = key,cloudpickle.loads(package.tobytes())
@@ -96,8 +95,8 @@ def _evaluator(problem:ArchProblem, workers:int) -> Iterator:
     unordered = getattr(backend, 'supports_return_generator', False)
     with employ(None if workers == 1 else workers, max_nbytes=1000,
                 return_as='generator_unordered' if unordered else 'list') as run:
-        yield partial(_evaluate_there, lambda archs: run(joblib.delayed(_work)(*args, a)
-                                                         for a in archs))
+        def work(archs): return run(joblib.delayed(_work)(*args, a) for a in archs)
+        yield partial(_evaluate_there, work)
 
 def _evaluate_there(work:Callable, archs:list, tries=3) -> Iterator:
     "Evaluate `archs` by `work`; what was lost with a worker, again"
@@ -136,9 +135,8 @@ class Evaluations:
         with ExitStack() as stack:
             self.archive = self.bar = None
             if archive is not None:
-                self.archive = stack.enter_context(Archive(archive, problem.space,
-                                                           problem.weights,
-                                                           problem.settings))
+                self.archive = stack.enter_context(Archive(
+                    archive, problem.space, problem.weights, problem.settings))
             if self.archive and retry: self.archive.forget_failures()
             if callable(total): self.bar = _Told(total)
             elif total is not None: self.bar = stack.enter_context(_Bar(total))

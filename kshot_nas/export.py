@@ -148,9 +148,8 @@ def export_torch(
     with published(path) as tmp:
         program = torch.export.export(model, (batches[0],),
                                       dynamic_shapes=_any_size(model))
-        torch.export.save(program, tmp,
-                          extra_files={'about.json': json.dumps(getattr(model,
-                                                                        'about', {}))})
+        about = json.dumps(getattr(model, 'about', {}))
+        torch.export.save(program, tmp, extra_files={'about.json': about})
         _compare(model, torch.export.load(tmp).module(), batches, 'program', tol)
     return path
 

@@ -29,9 +29,8 @@ def landscape(space:SearchSpace, seed:int=0) -> Callable:
     pair = [rng.normal(size=(a,b)) for a,b in zip(counts, counts[1:])]
     def accuracy(arch):
         genes = arch.ops + arch.widths
-        merit = sum(o[i] for o,i in zip(own, genes)) + sum(p[i,j]
-                                                           for p,i,j in zip(pair,
-                                                                            genes, genes[1:]))
+        merit  = sum(o[i] for o,i in zip(own, genes))
+        merit += sum(p[i,j] for p,i,j in zip(pair, genes, genes[1:]))
         return float(0.7 + 0.05*merit/len(genes))
     return accuracy
 
@@ -80,8 +79,8 @@ class ArchProblem:
 
     def __post_init__(self):
         one_of(self.objective, 'objective', ('accuracy', 'pareto'))
-        names = () if self.table is None else ('flops', 'params', 'latency')[:2
-                                                                             + (self.table.timings is not None)]
+        names = [] if self.table is None else ['flops', 'params']
+        if names and self.table.timings is not None: names.append('latency')
         costs = {**{name:getattr(self.table, name) for name in names},
                  **(self.costs or {})}
         _check_cost(self.cost, costs)

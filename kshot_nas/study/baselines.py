@@ -67,8 +67,8 @@ def train_run(
     "Train a supernet and evaluate `archs` with it"
     if 'alone' in run: return _alone(bench, run['alone'], seed, archs)
     kw = bench.settings | run
-    how,fit = kw.pop('ensemble', None),{n:kw.pop(n)
-                                        for n in ('n_epoch', 'lr', 'codes_scale', 'wd') if n in kw}
+    how,of_fit = kw.pop('ensemble', None),('n_epoch', 'lr', 'codes_scale', 'wd')
+    fit = {n:kw.pop(n) for n in of_fit if n in kw}
     adapts,rate = kw.pop('adapt', ()),{n:kw.pop(n) for n in ('adapt_lr',) if n in kw}
     start,learners = time.perf_counter(),[]
     for i in range(n_nets if how else 1):

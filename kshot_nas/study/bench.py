@@ -74,8 +74,8 @@ class SignalsCell(Cell):
                                  nn.Conv1d(c, c, ks, padding=ks//2, bias=False),
                                  nn.BatchNorm1d(c))
         def ops():
-            return Zero(),nn.Identity(),conv(1),conv(3),nn.AvgPool1d(3, 1, 1,
-                                                                     count_include_pad=False)
+            pool = nn.AvgPool1d(3, 1, 1, count_include_pad=False)
+            return Zero(),nn.Identity(),conv(1),conv(3),pool
         def choice(to, i):
             return OpChoice(dict(zip(signals_ops, ops())), group=f'{to}<-{i}')
         self.edges = nn.ModuleList(choice(*edge) for edge in nb201_edges)

@@ -27,8 +27,8 @@ def _terms(arch):
         if op.startswith('nor_conv'):
             lost = all(constant(s) for _,s in terms) if op == 'nor_conv_1x1' else not terms
             factor = math.gcd(*terms.values())
-            convs[edge] = ('constant', {}) if lost else (op, {t: n//factor
-                                                              for t,n in terms.items()})
+            parts = {t: n//factor for t,n in terms.items()}
+            convs[edge] = ('constant', {}) if lost else (op, parts)
             terms = {(0,edge): 1}
         nodes[to].update(terms)      # adds the counts
     return nodes[3],convs
