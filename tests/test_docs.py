@@ -103,6 +103,14 @@ def test_a_class_shows_its_own_arguments():
     assert sig(entry('search', 'search', 'what, # [`x`](https://y)')) == 'python\ndef search(what, # x):\n'
     assert 'Call self' not in docs.tidy_entry(entry('space', 'Arch', ''), 'kshot_nas')
 
+def test_entries_go_with_the_code(processed):
+    "They stand before the code that they are about, in its order"
+    for f,cells in processed.items():
+        found = [m for c in cells if is_entry(c) and (m := re.search(r'\.py#L([0-9]+)', c['data'][0]['text/markdown']))]
+        assert [int(m[1]) for m in found] == sorted(int(m[1]) for m in found), f
+    names = [re.findall(r'show_doc\((\w+)|^class (\w+)', c['source'], re.M) for c in processed['12_layers.ipynb']]
+    assert names.index([('KConv2d', '')]) + 1 == names.index([('', 'KConv'), ('', 'KConv1d'), ('', 'KConv2d')])
+
 def test_arguments_are_explained_by_their_own_comments():
     "fastcore prints the comment after **kwargs as that of the return value"
     for p in sorted((root/'kshot_nas').rglob('*.py')):
