@@ -17,9 +17,9 @@ from .truth import Bench, one_thread
 # %% ../../nbs/study/48_proxies.ipynb #a95e56a6
 def synflow(
     model:nn.Module,  # a plain network; stays as it is
-    x:torch.Tensor    # an input or a batch, of which only the shape of one input matters
-) -> float:             # a logarithm: minus infinity if nothing gets through
-    "Logarithm of the sum over weights of |weight times gradient|, all weights taken as positive"
+    x:torch.Tensor    # inputs, of which only the shape matters
+) -> float:           # a logarithm: minus infinity if nothing gets through
+    "Logarithm of the sum of |weight times gradient|, with positive weights"
     net = copy.deepcopy(model).double()
     for m in net.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm): m.forward = lambda x: x
@@ -57,8 +57,7 @@ def proxy_scores(
 ) -> pd.DataFrame:      # a row for each architecture, a column for each proxy
     "Score the architectures of `bench` with fresh weights"
     archs = bench.archs if archs is None else archs
-    x,seeds = bench.data['train'][0][:n_inputs],range(whole(n_seeds, 'n_seeds',
-                                                            least=1))
+    x,seeds = bench.data['train'][0][:n_inputs],range(whole(n_seeds, 'n_seeds', 1))
     def score(arch):
         models = [bench.fresh(arch, seed=s).train() for s in seeds]
         return {name:np.mean([f(m, x) for m in models]) for name,f in proxies.items()}
