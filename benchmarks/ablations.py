@@ -15,6 +15,7 @@ import torch
 
 from kshot_nas.study.baselines import ablate, methods
 from kshot_nas.study.bench import DigitsBench, SignalsBench
+from kshot_nas.study.proxies import proxy_scores
 from kshot_nas.simplex import Coder, SimplexNet
 
 class FirstOp(Coder):
@@ -24,7 +25,8 @@ class FirstOp(Coder):
 base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: see 'choosing'
 updates = dict(n_epoch=18)               # the paper's ratio, 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 widths = partial(DigitsBench, widths=True)
-adapted = dict(adapt=(20, 60), adapt_lr=0.1)
+one_path = dict(n_paths=6, item_paths=1)    # in a step for the items, as in the paper
+adapted = one_path|dict(adapt=(20, 60), adapt_lr=0.1)
 sets = {                                 # name: (settings by run, number of seeds, bench)
     'choosing': ({'one-shot': methods['one-shot']} | {f'K-shot, {n} to 1': dict(ratio=(n,1)) for n in (1, 2, 5, 10)}, 8, DigitsBench),
     'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'K-shot, 5 to 1': base}, 16, DigitsBench),
@@ -35,9 +37,11 @@ sets = {                                 # name: (settings by run, number of see
                   'items almost equal': base|dict(noise=0.1), 'items drawn apart': base|dict(noise=None), 'split by the first op': dict(k=4, code=FirstOp, warmup=5, noise=0.1)}, 6, DigitsBench),
     'paths':    ({f'in turn, m={m}': updates|dict(n_paths=m) for m in (1, 4, 16)} | {f'joint, m={m}': dict(n_paths=m, joint=True) for m in (1, 4, 16)}, 8, DigitsBench),
     'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {n} epochs': base|dict(n_epoch=n) for n in (5, 10, 20)}, 8, DigitsBench),
+    'item paths': ({f'one-shot, {m} paths': dict(k=1, item_paths=m) for m in (1, 4)}, 8, DigitsBench),
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, DigitsBench),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, widths),
-    'signals':  ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'one-shot, no decay, uniform': dict(k=1, wd=0., how='uniform')}, 16, SignalsBench),
+    'signals':  ({n: one_path|methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'one-shot, no decay, uniform': one_path|dict(k=1, wd=0., how='uniform')}, 16, SignalsBench),
+    'signals, paths': ({f'{n}, 4 paths': methods[n] for n in ('one-shot', 'K-shot', 'random', 'joint')}, 8, SignalsBench),
     'signals, alone': ({f'alone, {n} epochs': dict(alone=n) for n in (1, 2, 3)}, 4, SignalsBench),
     'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
     'signals, longer': ({n: methods[n]|adapted|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
@@ -62,7 +66,9 @@ if __name__ == '__main__':
         runs, n_seeds, make = sets[name]
         bench = make()
         archs,first = split(bench, name)
-        df = ablate(bench, runs, range(first, first+min(n_seeds, args.seeds)), 'runs/ablations', args.workers, archs)
+        seeds = range(first, first+min(n_seeds, args.seeds))
+        beside = {n:[s] for n,s in proxy_scores(bench, archs, n_seeds=1).items()}
+        df = ablate(bench, runs, seeds, 'runs/ablations', args.workers, archs, beside=beside)
         old = pd.concat([old[old['set'] != name], df.assign(set=name)])
         old.round(5).to_csv(args.out, index=False)
         print(name, df.groupby('run', sort=False).tau.agg(['mean', 'sem', 'count']).round(3), sep='\n', flush=True)

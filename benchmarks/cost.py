@@ -40,7 +40,7 @@ keep = dict(MALLOC_MMAP_THRESHOLD_=str(2**32), MALLOC_TRIM_THRESHOLD_=str(2**33)
 turns = 5                                     # how often each thing is measured; the quick set has fewer
 device = 'cuda' if torch.cuda.is_available() else 'cpu'
 spaces = {'MobileNet 224': mobilenet_supernet,
-          'MobileNet 32':  lambda k: mobilenet_supernet(k, size=32, n_out=10, strides=(1,1,2,2,1,2,1)),
+          'MobileNet 32':  partial(mobilenet_supernet, size=32, n_out=10, strides=(1,1,2,2,1,2,1)),
           'NAS-Bench-201': nb201_supernet}
 
 def clock() -> float:
@@ -49,12 +49,13 @@ def clock() -> float:
     return time.perf_counter()
 
 def batch(net, bs): return torch.randn(bs, *net.in_shape, device=device),torch.randint(0, 10, (bs,), device=device)
-def sgd(params): return phased_opt([params, []]).opt.opts[0]               # what the learner trains items with
+def sgd(params): return phased_opt([params, [], []]).opt.opts[0]           # what the learner trains items with
 
 class Items:
     "Steps for the items, timed by part"
     def __init__(self, net):
         self.net,self.opt = net.to(device),sgd(net.parameters())
+        net.mixer.pace = True                                                  # as the learner has it
         self.lam = torch.full((net.k,), 1/net.k, device=device)
     def __call__(self, arch, x, y) -> dict:
         self.net.switch(arch, self.lam)
@@ -99,26 +100,37 @@ def ratios(rows:list, base:str, what='step') -> pd.DataFrame:
     res = {'ratio': r.median(), 'lower quartile': r.quantile(0.25), 'upper quartile': r.quantile(0.75)}
     return pd.DataFrame(res).join(1000*df.groupby('run')[times].median())
 
+def by_hand(net, arch):
+    "The network that a PyTorch user would write for `arch`: plain layers, channels-last, in training mode"
+    return net.subnet(arch).to(memory_format=torch.channels_last).train()
+
+def last(x): return x.contiguous(memory_format=torch.channels_last)
+
 def items_step(space, bs, n, ks) -> pd.DataFrame:
-    "A step for the items with each K, and of the same path as a plain network, against K=1"
-    steps,rows,rng = {f'K={k}': Items(spaces[space](k)) for k in ks},[],np.random.default_rng(0)
-    net = steps['K=1'].net
+    "A step for the items with each K, in the layout of before, in half precision, and of the network written by hand"
+    nets = {f'K={k}': spaces[space](k) for k in ks}
+    nets[f'K={ks[-1]}, channels-first'] = spaces[space](ks[-1], channels_last=False)
+    steps = {name: Items(net) for name,net in nets.items()}
+    half,net = f'K={ks[-1]}, bf16',nets['K=1']
+    steps[half],rows,rng = steps[f'K={ks[-1]}'],[],np.random.default_rng(0)
     x,y = batch(net, bs)
     def plain(model, opt):
         opt.zero_grad()
         t = clock()
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(last(x)), y).backward()
         opt.step()
         return clock()-t
     for i,arch in enumerate(net.space.sample(n, seed=0)):
-        model = net.subnet(arch).train()
+        model = by_hand(net, arch)
         opt = sgd(model.parameters())
         for turn in range(turns):                       # the first one makes momentum and kernels, and does not count
             for name in rng.permutation([*steps, 'plain network']):
-                if name in steps: row = dict(**steps[name](arch, x, y), merge=steps[name].merge(arch))
-                else: row = dict(step=plain(model, opt))
+                if name == 'plain network': row = dict(step=plain(model, opt))
+                else:
+                    with torch.autocast(device, torch.bfloat16, enabled=name == half): row = steps[name](arch, x, y)
+                    row['merge'] = steps[name].merge(arch)
                 if turn: rows.append(dict(run=name, arch=i, **row))
-    return ratios(rows, 'K=1')
+    return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
 
 def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
     "A step for the codes with 16 architectures against the mean of 16 steps for the items with these, on one batch"
@@ -133,19 +145,21 @@ def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
     return ratios(rows, 'items')
 
 def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
-    "Evaluating an architecture on some batches, by supernets and by the plain network"
-    nets,rows,rng = {f'K={k}': spaces[space](k).to(device).eval() for k in (1, 8)},[],np.random.default_rng(0)
+    "Evaluating an architecture on some batches: by supernets, which merge first, and by the network written by hand"
+    nets = {f'K={k}': spaces[space](k) for k in (1, 8)} | {'K=8, channels-first': spaces[space](8, channels_last=False)}
+    nets,rows,rng = {name: net.to(device).eval() for name,net in nets.items()},[],np.random.default_rng(0)
     x,_ = batch(nets['K=1'], bs)
     for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
-        models = {'plain network': nets['K=1'].subnet(arch).train()} | nets    # batch statistics, as in supernets
+        models = {'plain network': by_hand(nets['K=1'], arch)} | nets                  # batch statistics everywhere
         for turn in range(turns):
             for name in rng.permutation(list(models)):
                 if name in nets:
                     k = nets[name].k
                     nets[name].switch(arch, torch.full((k,), 1/k, device=device))              # forgets what was merged
+                xs = x if 'first' in name else last(x)                                         # laid out once
                 t = clock()
                 with torch.inference_mode():
-                    for _ in range(n_batches): models[name](x)
+                    for _ in range(n_batches): models[name](xs)
                 if turn: rows.append(dict(run=name, arch=i, step=clock()-t))
     return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
 
@@ -257,17 +271,17 @@ def machinery() -> pd.DataFrame:
 def tables(full:bool) -> dict:
     "What makes each table, by its title"
     n,ks = (6, (1, 2, 4, 8, 12)) if full else (2, (1, 8))
-    sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
+    sizes = [('MobileNet 224', 16), ('MobileNet 32', 64), ('NAS-Bench-201', 128)]
     jobs = {}
     for s,bs in sizes:
-        n_archs = n if full or s == 'MobileNet 224' else 1
-        jobs[f'step for the items, {s}, batch {bs}'] = partial(items_step, s, bs, n_archs, ks)
+        jobs[f'step for the items, {s}, batch {bs}'] = partial(items_step, s, bs, n, ks)
     if full:
         jobs['step for the items, MobileNet 224, batch 64'] = partial(items_step, 'MobileNet 224', 64, 3, (1, 8))
         jobs['step for the codes, MobileNet 224, batch 64'] = partial(codes_step, 'MobileNet 224', 64, 1)
-    for s,bs in sizes if full else sizes[:1]:
-        jobs[f'step for the codes, {s}, batch {bs}'] = partial(codes_step, s, bs, n//3 or 1)
+    for s,bs in sizes:
         jobs[f'evaluation, {s}, batch {bs}'] = partial(evaluation, s, bs, n if full else 1)
+        if not full and s == 'MobileNet 224': continue                          # 16 paths of each turn take long
+        jobs[f'step for the codes, {s}, batch {bs}'] = partial(codes_step, s, bs, n//3 or 1)
     for s,bs in [('MobileNet 32', 16)] + [('NAS-Bench-201', 16)]*full:
         jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
     for s,bs in [('MobileNet 224', 4)] + [('NAS-Bench-201', 128), ('MobileNet 224', 16)]*full:
@@ -295,7 +309,7 @@ def main():
     torch.set_num_threads(1)
     if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
     global turns
-    turns,jobs = 5 if args.full else 3,tables(args.full)
+    turns,jobs = 6 if args.full else 4,tables(args.full)
     if args.table:
         df = jobs[args.table]()
         print(f'\n{args.table}\n{df.round(3).to_string()}', flush=True)

@@ -4,7 +4,7 @@
 
 trains supernets of every kind with every seed, each in about half an hour, and evaluates architectures that the
 benchmark has trained at full size. It goes on where it was stopped, within a supernet, too, and prints a table of what
-there is so far. `--images` is an archive of CIFAR-10 with a file for each image, .../train/<class>/<name>.jpg. The
+there is so far, which is also in table.csv of that folder. `--images` is an archive of CIFAR-10 with a file for each image, .../train/<class>/<name>.jpg. The
 supernets are small: images averaged down to 16x16, one cell in a stage (--size 32 --cells 5: as in the benchmark).
 To see it work in a minute: --n-images 2000 --epochs 2 --archs 20 --seeds 1 --runs one-shot K-shot
 """
@@ -12,15 +12,16 @@ import argparse, io, tarfile
 from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np, torch
+import numpy as np, pandas as pd, torch
 import torch.nn.functional as F
 from fastcore.basics import noop
 from fastai.data.all import ItemTransform
 from PIL import Image
 
 from kshot_nas.nb201 import nb201_supernet, read_nb201
+from kshot_nas.rank import kendall_tau
 from kshot_nas.study.baselines import ablate, methods, summary
-from kshot_nas.study.command import yardsticks
+from kshot_nas.study.proxies import mixed, proxy_scores
 from kshot_nas.study.truth import Bench
 
 class FlipShift(ItemTransform):
@@ -37,7 +38,7 @@ class CifarBench(Bench):
     "Architectures of NAS-Bench-201, their published accuracy, and CIFAR-10 to train small supernets on"
     name,bs = 'nb201',128
     sizes = dict(valid=100, test=100)       # the benchmark publishes percentages
-    settings = dict(n_epoch=56, lr=0.1, k=8, n_paths=8, warmup=14, ratio=(5,1), noise=0.1)
+    settings = dict(n_epoch=56, lr=0.1, k=8, n_paths=8, item_paths=8, warmup=14, ratio=(5,1), noise=0.1)
 
     def __init__(self, images, truth, size=16, cells=1, width=16, n_images=None, n_archs=1000):
         self.images,self.truth_file,self.size,self.n_images,self.n_archs = images,truth,size,n_images,n_archs
@@ -77,6 +78,7 @@ if __name__ == '__main__':
     p.add_argument('--workers', type=int, default=1, help='supernets that are trained at the same time')
     p.add_argument('--k', type=int, default=8)
     p.add_argument('--epochs', type=int, default=56)
+    p.add_argument('--paths', type=int, default=8, help='in a step for the items; 1: as in the paper')
     p.add_argument('--archs', type=int, default=1000, help='architectures to rank')
     p.add_argument('--size', type=int, default=16, help='of the images')
     p.add_argument('--cells', type=int, default=1, help='in a stage')
@@ -84,9 +86,21 @@ if __name__ == '__main__':
     p.add_argument('--n-images', type=int, help='use only so many')
     args = p.parse_args()
     bench = CifarBench(args.images, args.truth, args.size, args.cells, args.width, args.n_images, args.archs)
-    scale = dict(n_epoch=args.epochs, warmup=args.epochs//4)
+    scale = dict(n_epoch=args.epochs, warmup=args.epochs//4, item_paths=args.paths)
     runs = {name:dict(k=args.k) | methods[name] | scale for name in args.runs}
     seeds = range(args.first_seed, args.first_seed + args.seeds)
-    df = ablate(bench, runs, seeds, args.out, args.workers, checkpoints=True)
-    print(bench, yardsticks(bench, bench.archs).round(3).to_string(), sep='\n\n')
-    for what in 'tau','tau_loss': print('', summary(df, what=what).round(3).to_string(), sep='\n')
+    proxies = proxy_scores(bench, n_seeds=1)
+    beside = {n:[s] for n,s in proxies.items()} | dict(both=[proxies[n] for n in proxies])
+    df = ablate(bench, runs, seeds, args.out, args.workers, checkpoints=True, beside=beside)
+    yard = {n:kendall_tau(s, bench.test.mean(1)) for n,s in proxies.items()} | bench.yardsticks()
+    yard['both proxies'] = kendall_tau(mixed(*beside['both']), bench.test.mean(1))
+    print(bench, pd.Series(yard, name='tau').round(3).to_string(), sep='\n\n')
+    for what in ('tau', 'tau_loss', *(f'tau_loss_{n}' for n in beside)):
+        print('', summary(df, what=what).round(3).to_string(), sep='\n')
+    scale = dict(epochs=args.epochs, paths=args.paths, size=args.size, cells=args.cells, archs=len(bench.archs))
+    table,file = pd.concat([pd.DataFrame(dict(run=list(yard), tau=list(yard.values()))), df]),Path(args.out)/'table.csv'
+    table = table.assign(**scale).round(4)
+    if file.exists():                                       # results of another scale stay
+        old = pd.read_csv(file)
+        table = pd.concat([old[(old[list(scale)] != pd.Series(scale)).any(axis=1)], table])
+    table.to_csv(file, index=False)

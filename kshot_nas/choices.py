@@ -98,7 +98,9 @@ class Choices:
         for cs,i in zip(self.ops, arch.ops):
             for c in cs: c.__dict__['active'] = i       # torch would inspect each value
         for layers,i in zip(self.cuts.values(), arch.widths):
-            for m,n_filters in layers: m.__dict__['_width' if isinstance(m, KLayer) else 'width'] = n_filters[i]
+            for m,n_filters in layers:
+                name = '_width' if isinstance(m, KLayer) else 'width'
+                m.__dict__[name] = n_filters[i]
 
 # %% ../nbs/16_choices.ipynb #bb0c6dc3
 def skeleton(module:nn.Module) -> nn.Module:

@@ -114,7 +114,7 @@ class _Probes:
 
 # %% ../nbs/24_cost.ipynb #bf9f8454
 @patch
-def costs(self:_Probes, m):
+def _costs_of(self:_Probes, m):
     "The columns on which the costs of `m` depend, and its costs, with an axis for each"
     by_side = [self.depends_on(m, side) for side in (0,1)]
     columns = sorted({c for c in by_side if c is not None})
@@ -136,7 +136,7 @@ def _factors(shapes, space):
         for m in probes.full:
             layer,op = where.get(m, (None, 0))
             if op != j: continue  # has been, or will be, counted
-            columns,costs = probes.costs(m)
+            columns,costs = probes._costs_of(m)
             if layer is not None: columns = [layer, *columns]
             size = 2,*(space.counts[c] for c in columns)
             table = tables.setdefault(tuple(columns), np.zeros(size, dtype=np.int64))

@@ -96,8 +96,8 @@ def _evaluator(problem:ArchProblem, workers:int) -> Iterator:
     unordered = getattr(backend, 'supports_return_generator', False)
     with employ(None if workers == 1 else workers, max_nbytes=1000,
                 return_as='generator_unordered' if unordered else 'list') as run:
-        yield partial(_evaluate_there, lambda archs: run(joblib.delayed(_work)(*args, a)
-                                                         for a in archs))
+        def work(archs): return run(joblib.delayed(_work)(*args, a) for a in archs)
+        yield partial(_evaluate_there, work)
 
 def _evaluate_there(work:Callable, archs:list, tries=3) -> Iterator:
     "Evaluate `archs` by `work`; what was lost with a worker, again"

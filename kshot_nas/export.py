@@ -7,7 +7,7 @@ __all__ = ['Classifier', 'classifier_of', 'export_torch', 'export_onnx', 'missin
            'load_model']
 
 # %% ../nbs/40_export.ipynb #0e3d2c13
-import importlib.util, json, pickle, sys, warnings, zipfile
+import importlib.util, json, pickle, sys, warnings
 from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .check import instance, one_of, sequence
 from .checkpoint import check_finite, published
+from .convert import check_uncompressed
 from .space import Arch
 
 # %% ../nbs/40_export.ipynb #85d2ea56
@@ -247,9 +248,7 @@ def load_model(
     "The network in `path`, with its `arch` and `info` as attributes"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}")
     try:
-        parts = zipfile.ZipFile(path).infolist() if zipfile.is_zipfile(path) else []
-        if any(i.compress_type for i in parts):
-            raise ValueError("it is compressed, and may unpack to any size")
+        check_uncompressed(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         allowed = torch.serialization.safe_globals([_network_class(n) for n in names])
         with torch.device('meta'), allowed:

@@ -58,6 +58,7 @@ def kshot_learner(
     n_in:int=None,        # number of input channels; that of the data if None
     ratio:tuple=(1,1),    # steps for the items and for the codes, in turn
     joint:bool=False,     # train both at every step instead
+    item_paths:int=None,  # paths in a step for the items; as many if None, 1 in the paper
     pace:bool=None,       # do items keep pace? Yes, but for preset='paper', if None
     preset:str=None,      # 'paper': as in the paper wherever it speaks
     how:str='uniform',    # how architectures are drawn: see SearchSpace.sample
@@ -78,10 +79,11 @@ def kshot_learner(
     coder = _make_coder(code, net, seed)
     net.mixer.pace = not paper if pace is None else pace
     if n_paths is None: n_paths = 16 if paper else min(16, max(1, dls.train.bs//16))
+    if item_paths is None: item_paths = 1 if paper else n_paths
     if opt_func is None:
         opt_func = partial(phased_opt, wd=4e-5) if paper else phased_opt
     learned = net.k > 1 and any(True for _ in coder.parameters())
-    ours = [AlternatingTraining(n_paths, how, n_valid, seed),
+    ours = [AlternatingTraining(n_paths, how, n_valid, seed, item_paths=item_paths),
             ContrastTerm(alpha, temp, max_dist, seed=seed),
             ShareGradients(), CodeRecorder(seed=seed)]
     model = KShotModel(net, coder, Clock(warmup, ratio, joint, learned))
@@ -124,7 +126,7 @@ def _config(self:KShotLearner, **settings):
                   parameters=sum(p.numel() for p in self.model.parameters()), pace=self.net.mixer.pace,
                   optimizers=[type(o).__name__ for o in self.opt.opt.opts], ratio=list(clock.ratio),
                   **settings_of(clock, 'warmup', 'joint'),
-                  **settings_of(self.alternating_training, 'seed', 'n_paths', 'how'),
+                  **settings_of(self.alternating_training, 'seed', 'n_paths', 'item_paths', 'how'),
                   **settings_of(self.contrast_term, 'alpha', 'temp', 'max_dist'), **settings)
     return {k:v.item() if isinstance(v, np.generic) else v for k,v in config.items()}
 

@@ -116,13 +116,15 @@ class AlternatingTraining(Callback):
     "Decides who is trained in each step, on which paths and with which codes"
     order = 55                  # after those that change a batch, such as MixUp
     def __init__(self,
-        n_paths:int=16,     # architectures in a step for the codes
-        how:str='uniform',  # how they are drawn: see SearchSpace.sample
-        n_valid:int=8,      # architectures that take turns in validation
-        seed:int=0,         # decides architectures, order of images, augmentation
-        cost=None           # for how='balanced'
+        n_paths:int=16,      # architectures in a step for the codes
+        how:str='uniform',   # how they are drawn: see SearchSpace.sample
+        n_valid:int=8,       # architectures that take turns in validation
+        seed:int=0,          # decides architectures, order of images, augmentation
+        cost=None,           # for how='balanced'
+        item_paths:int=1     # architectures in a step for the items
     ):
         whole(n_paths, 'n_paths', 1)
+        whole(item_paths, 'item_paths', 1)
         whole(n_valid, 'n_valid', 1)
         one_of(how, 'how', ('uniform', 'fair', 'balanced'))
         store_attr()
@@ -138,7 +140,7 @@ class AlternatingTraining(Callback):
         model,clock = self.model,self.model.clock
         # Algorithm 2, even steps: eq. iterative_supners for Θ
         if clock.phase == 'items':
-            archs = self.draw(0, clock.items, 1)
+            archs = self.draw(0, clock.items, self.item_paths)
             with torch.no_grad(): lams = model.codes_of(archs, clock.warming)
             return Paths(archs, lams)
         # odd steps: the same equation for σ

@@ -702,3 +702,22 @@ def test_clipped_gradients():
     short(learner(k=8), cbs=[clipped, GradientClip(1.)])
     assert max(clipped.norms) < 1.01 and min(free.norms) > 2
     with pytest.raises(FloatingPointError, match=r'GradientClip\(10\.\)'): short(learner(data(X*float('inf'))))
+
+STRIDED = """
+import sys, torch
+from torch import nn
+from kshot_nas import layers
+if 'plainly' in sys.argv: layers.KConv2d.conv = staticmethod(torch.nn.functional.conv2d)
+conv = layers.to_channels_last(layers.KConv2d(12, 32, 1, stride=2, bias=False, k=2))
+plain = layers.to_channels_last(nn.Sequential(nn.Conv2d(12, 32, 1, stride=2)))
+for net in (conv, plain, conv.plain()) if 'plainly' not in sys.argv else (conv,):
+    for _ in range(3):
+        x = torch.randn(8, 12, 112, 112).contiguous(memory_format=torch.channels_last).requires_grad_()
+        net(x).square().sum().backward()
+print('alive')
+"""
+
+def test_strided_1x1_convolutions_keep_to_their_memory():
+    "PyTorch 2.15 writes beyond it in the backward pass, channels-last; run with the argument `plainly`, this crashes"
+    res = subprocess.run([sys.executable, '-W', 'ignore', '-c', STRIDED], capture_output=True, text=True)
+    assert res.returncode == 0 and 'alive' in res.stdout, (res.returncode, res.stderr)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import warnings
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import yaml
@@ -91,11 +92,24 @@ def resolver(nbs, cfg):
         return f"[{m[1]}]({posixpath.relpath(there[0], posixpath.dirname(file) or '.')}#{slug(there[1])})"
     return api
 
+def in_order(cells, lib):
+    "Cells with API entries before the code that they are about, as it goes: nbdev puts the last name first, and the others behind"
+    files = [m[1] for c in cells if (m := re.search(rf'/blob/[^/]+/({lib}/[\w/]+\.py)#', entry(c)))]
+    if not files: return cells
+    lines = {line: i for i,line in enumerate((root/files[0]).read_text(encoding='utf-8').splitlines(), 1)}
+    def is_shown(c): return 'code-summary: "Exported source"' in c['source']
+    def place(c):
+        if is_entry(c): return int((re.search(r'\.py#L(\d+)', entry(c)) or [0, 0])[1]),0
+        return max((lines.get(line, 0) for line in re.findall(r'^(?:class |def |\w+ *=).*', c['source'], re.M)), default=0),1
+    runs = ((run, list(cs)) for run,cs in groupby(cells, lambda c: is_entry(c) or is_shown(c)))
+    return [c for run,cs in runs for c in (sorted(cs, key=place) if run and all(place(c)[0] for c in cs) else cs)]
+
 def tidy(nbs, cfg):
     "Put right in processed notebooks what nbdev has made wrong"
     api = resolver(nbs, cfg)
     for file,nb in nbs.items():
         here = partial(api, file=file)
+        nb['cells'] = in_order(nb['cells'], cfg.lib_name)
         for c in nb['cells']:
             if is_entry(c): c['outputs'][0]['data']['text/markdown'] = re.sub(linked, here, tidy_entry(entry(c), cfg.lib_name))
             if c['cell_type'] == 'markdown': c['source'] = re.sub(linked, here, re.sub(nested, r'[\1\2\3](\4)', c['source']))
@@ -108,6 +122,7 @@ def reference(nbs):
     for f,nb in nbs.items():
         for text in filter(None, map(entry, nb['cells'])):
             name,about = re.search('^### (.+)', text, re.M)[1],text.split('```')[2].strip().strip('*').split('\n')[0]
+            if name.startswith('_'): continue
             about = re.sub(r'\[(`[^`]+`)\]\([^)]+\)', r'\1', about).replace('|', r'\|')
             names[name] = (f"[`{name}`]({f}#{slug(name)})", about)
     return '\n\n'.join(['## Find a name', table(('name', 'what it is'), [names[n] for n in sorted(names, key=str.lower)]),

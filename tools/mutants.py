@@ -196,8 +196,8 @@ def main(argv=None):
         if Path(module.__file__) != file: sys.exit(f'{module.__file__} would be tried, not {file}')
         text,known = file.read_text(encoding='utf-8'),{r['key']:r for r in results()}
         survived = {k for k,r in known.items() if not r['caught']}
-        tried = [m for m in mutants(text, file.stem) if m[0] in survived] if args.again else [m for m in some(text, args.n, file.stem) if m[0] not in known]
-        took = {}
+        tried = [m for m in mutants(text, file.stem) if m[0] in survived and not same(file.stem, text, m)] if args.again else [m for m in some(text, args.n, file.stem) if m[0] not in known]
+        took = {nb: 60} if args.again else {}                                                   # it came to its end before
         def limit(witness):
             if witness not in took:
                 start = time.monotonic()

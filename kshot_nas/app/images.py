@@ -57,7 +57,7 @@ def _problem(file):
                 f'{file}: it has {im.width:,} x {im.height:,} pixels, more than {_most_pixels//10**6} million')
             if im.mode[0] in 'IF': return f'{file}: it has more than 8 bits for a pixel: convert it to 8 bits'
             im.draft('RGB', (1,1))
-            im.load()
+            im.convert('RGB')
     except Exception as e: return f'{file}: {" ".join(str(e).split()) or type(e).__name__}'
 
 def check_images(files:list):

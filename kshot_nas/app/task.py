@@ -125,7 +125,11 @@ def warnings(self:Task) -> list:
         some = [f'{self.classes[i]} ({counts["train"][i]})' for i in np.flatnonzero(mask)]
         return ', '.join(some[:5]) + ', ...'*(len(some) > 5)
     few,unseen,most = counts['train'] < 10,counts['valid'] == 0,counts['train'].max()
+    folders = Counter(p.name for p in {f.parent for f in self.images['train'] if isinstance(f, Path)})
+    twice = [c for c in self.classes if folders[c] > 1]
     res = []
+    if twice: res.append(f"images of {', '.join(twice[:5])} are in several folders of that name: an image belongs to the "
+                         "class that its own folder is named by")
     if few.any(): res.append(f"fewer than 10 training images of {named(few)}: too few to learn from, and to judge by")
     if unseen.any(): res.append(f"no validation images of {named(unseen)}: nothing will be known about these classes")
     if most > 3*counts['train'].min(): res.append(

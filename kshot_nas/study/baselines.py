@@ -20,6 +20,7 @@ from ..checkpoint import published
 from ..evaluate import employ
 from ..learner import KShotLearner, kshot_learner
 from ..space import Arch
+from .proxies import mixed
 from .truth import Bench, one_thread
 from ..supernet import Supernet
 
@@ -107,7 +108,8 @@ def ablate(
     workers:int=1,       # processes
     archs:list=None,     # architectures to rank; all of the bench if None
     progress:bool=True,  # show a bar?
-    checkpoints:bool=False  # go on within a supernet, too, if stopped?
+    checkpoints:bool=False, # go on within a supernet, too, if stopped?
+    beside:dict=None     # lists of scores of archs, by name, to mix with the loss
 ) -> pd.DataFrame:  # a row for each run and seed: how well it ranks, and what it cost
     "Train all `runs` over `seeds`, and score how they rank the architectures of `bench`"
     for name,run in runs.items(): _check_run(bench, name, run)
@@ -121,15 +123,17 @@ def ablate(
     done = run(joblib.delayed(_work)(bench, *t, checkpoints) for t in todo)
     for _ in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
         pass
-    return pd.DataFrame([_row(bench, archs, *key, _read(f)) for key,f in files.items()])
+    return pd.DataFrame([_row(bench, archs, *key, _read(f), beside or {}) for key,f in files.items()])
 
-def _row(bench, archs, name, seed, result) -> dict:
+def _row(bench, archs, name, seed, result, beside) -> dict:
     "What a table says of one result"
     pred,loss,adapted = np.array(result.pop('pred')),np.array(result.pop('loss')),result.pop('adapted', {})
     table = bench.report(pred, archs, n_boot=0).table.value['prediction']
     by_loss = bench.report(-loss, archs, n_boot=0).tau
     after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau
              for n,o in adapted.items()}
+    after |= {f'tau_loss_{n}':bench.report(mixed(-loss, *s), archs, n_boot=0).tau
+              for n,s in beside.items()}
     measures = table[['tau', 'rho', 'high_tau', 'top_k', 'regret']]
     return dict(run=name, seed=seed, **measures, tau_loss=by_loss, **after,
                 accuracy=pred.mean(), **result)

@@ -29,7 +29,7 @@ class DigitsBench(Bench):
     n_seeds,bs,repeat = 6,50,10
     sizes = dict(train=300, valid=497, test=3000)
     recipe = dict(n_epoch=15, bs=50, lr=0.1, wd=1e-4)
-    settings = dict(n_epoch=10, lr=0.05, k=8, n_paths=4, warmup=2)
+    settings = dict(n_epoch=10, lr=0.05, k=8, n_paths=4, item_paths=1, warmup=2)
 
     def __init__(self,
         widths:bool=False,  # the space with widths?
@@ -107,8 +107,8 @@ class SignalsBench(Bench):
     name,n_seeds,bs,repeat = 'signals',4,100,10
     sizes = dict(train=4000, valid=4000, test=10_000)
     recipe = dict(n_epoch=10, bs=100, lr=0.03, wd=1e-4)
-    settings = dict(n_epoch=8, lr=0.1, wd=5e-4, how='fair', k=8, n_paths=6,
-                    warmup=2, ratio=(5,1), noise=0.1, n_in=1)
+    settings = dict(n_epoch=8, lr=0.1, wd=5e-4, how='fair', k=8, n_paths=4,
+                    item_paths=4, warmup=2, ratio=(5,1), noise=0.1, n_in=1)
     supernet = staticmethod(signals_supernet)
 
     def make_data(self) -> dict:
