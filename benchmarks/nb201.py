@@ -97,6 +97,10 @@ if __name__ == '__main__':
     print(bench, pd.Series(yard, name='tau').round(3).to_string(), sep='\n\n')
     for what in ('tau', 'tau_loss', *(f'tau_loss_{n}' for n in beside)):
         print('', summary(df, what=what).round(3).to_string(), sep='\n')
-    df = df.assign(epochs=args.epochs, paths=args.paths, size=args.size, cells=args.cells, archs=len(bench.archs))
-    table = pd.concat([pd.DataFrame(dict(run=list(yard), tau=list(yard.values()))), df])
-    table.round(4).to_csv(Path(args.out)/'table.csv', index=False)
+    scale = dict(epochs=args.epochs, paths=args.paths, size=args.size, cells=args.cells, archs=len(bench.archs))
+    table,file = pd.concat([pd.DataFrame(dict(run=list(yard), tau=list(yard.values()))), df]),Path(args.out)/'table.csv'
+    table = table.assign(**scale).round(4)
+    if file.exists():                                       # results of another scale stay
+        old = pd.read_csv(file)
+        table = pd.concat([old[(old[list(scale)] != pd.Series(scale)).any(axis=1)], table])
+    table.to_csv(file, index=False)

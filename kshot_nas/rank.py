@@ -53,9 +53,8 @@ def _align(**given):
     given = {name:x
              for name,x in given.items() if x is not None or name in ('pred', 'true')}
     tables = {name:_table(x, name) for name,x in given.items()}
-    keys = [tables[name].index
-            for name,x in given.items() if isinstance(x,
-                                                      (dict, pd.Series, pd.DataFrame))]
+    keyed = dict,pd.Series,pd.DataFrame
+    keys = [tables[name].index for name,x in given.items() if isinstance(x, keyed)]
     if len(keys) < len(tables): tables = _by_position(tables, keys)
     index = pd.concat(tables.values(), axis=1).index
     if len(index) < 2:
@@ -120,8 +119,8 @@ def spearman_rho(pred, true) -> float:
 # %% ../nbs/26_rank.ipynb #8f587730
 def _high(pred, true, n_high):
     "`high_tau` of arrays"
-    n,(_,level,counts) = len(pred),np.unique(true, return_inverse=True,
-                                             return_counts=True)
+    n = len(pred)
+    _,level,counts = np.unique(true, return_inverse=True, return_counts=True)
     # mean of (wins - losses) on each level of truth
     g = np.bincount(level, 2*rankdata(pred)-n-1)/counts
     return np.repeat(g[::-1], counts[::-1]).cumsum()[n_high-1]/(n_high*(n-n_high))

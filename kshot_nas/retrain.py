@@ -205,9 +205,8 @@ class RetrainLearner(ResumableLearner):
 
 def _draw_weights(model, seed):
     "Draw the weights of `model` anew"
-    own = {n or type(m).__name__:m
-           for n,m in model.named_modules() if any(True
-                                                   for _ in m.parameters(recurse=False))}
+    def has_own(m): return any(True for _ in m.parameters(recurse=False))
+    own = {n or type(m).__name__:m for n,m in model.named_modules() if has_own(m)}
     if odd := [n for n,m in own.items() if not hasattr(m, 'reset_parameters')]: raise ValueError(
         f"cannot draw fresh weights for {', '.join(odd)}, which have no "
         "`reset_parameters`: "

@@ -108,9 +108,8 @@ class PaperNSGA2(NSGA2):
 # %% ../nbs/31_search.ipynb #2127b76d
 def _nsga2(run, pop, gens, parents, seed):
     problem = PymooProblem(run)
-    algorithm = PaperNSGA2(problem, pop, parents).setup(problem,
-                                                        termination=('n_gen', gens),
-                                                        seed=seed)
+    algorithm = PaperNSGA2(problem, pop, parents)
+    algorithm.setup(problem, termination=('n_gen', gens), seed=seed)
     while algorithm.has_next(): algorithm.next()
 
 def _random(run, pop, gens, parents, seed):
