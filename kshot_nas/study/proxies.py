@@ -22,9 +22,9 @@ from .truth import Bench, one_thread
 # %% ../../nbs/study/48_proxies.ipynb #a95e56a6
 def synflow(
     model:nn.Module,  # a plain network; stays as it is
-    x:torch.Tensor    # an input or a batch, of which only the shape of one input matters
-) -> float:             # a logarithm: minus infinity if nothing gets through
-    "Logarithm of the sum over weights of |weight times gradient|, all weights taken as positive"
+    x:torch.Tensor    # inputs, of which only the shape matters
+) -> float:           # a logarithm: minus infinity if nothing gets through
+    "Logarithm of the sum of |weight times gradient|, with positive weights"
     net = copy.deepcopy(model).double()
     for m in net.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm): m.forward = lambda x: x
