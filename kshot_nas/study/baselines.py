@@ -111,7 +111,7 @@ def ablate(
     checkpoints:bool=False, # go on within a supernet, too, if stopped?
     beside:dict=None     # lists of scores of archs, by name, to mix with the loss
 ) -> pd.DataFrame:  # a row for each run and seed: how well it ranks, and what it cost
-    "Train all `runs` over `seeds`, and score how they rank the architectures of `bench`"
+    "Train all `runs` over `seeds`, and score how they rank architectures"
     for name,run in runs.items(): _check_run(bench, name, run)
     Path(folder).mkdir(parents=True, exist_ok=True)
     archs = bench.archs if archs is None else archs
@@ -121,13 +121,15 @@ def ablate(
             for (name,s),f in files.items() if _read(f) is None]
     run = employ(workers, return_as='generator_unordered')
     done = run(joblib.delayed(_work)(bench, *t, checkpoints) for t in todo)
-    for _ in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
-        pass
-    return pd.DataFrame([_row(bench, archs, *key, _read(f), beside or {}) for key,f in files.items()])
+    if progress and todo: done = progress_bar(done, total=len(todo), leave=False)
+    for _ in done: pass
+    return pd.DataFrame([_row(bench, archs, *key, _read(f), beside or {})
+                         for key,f in files.items()])
 
 def _row(bench, archs, name, seed, result, beside) -> dict:
     "What a table says of one result"
-    pred,loss,adapted = np.array(result.pop('pred')),np.array(result.pop('loss')),result.pop('adapted', {})
+    pred,loss = np.array(result.pop('pred')),np.array(result.pop('loss'))
+    adapted = result.pop('adapted', {})
     table = bench.report(pred, archs, n_boot=0).table.value['prediction']
     by_loss = bench.report(-loss, archs, n_boot=0).tau
     after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau
