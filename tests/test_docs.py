@@ -141,7 +141,6 @@ def test_pages_are_called_by_their_names(processed):
 
 widest = 88        # columns that fit beside the sidebar; the style sheet wraps the rest
 
-@pytest.mark.xfail(reason='pages are being laid out anew', strict=False)
 def test_readers_see_the_whole_line(processed):
     lines = [(f, line) for f,c in every(processed, shown) if not is_entry(c) for line in c['source'].splitlines()
              if not line.startswith('#|') and not f.startswith('app/')]          # the command's pages are for who changes it
@@ -149,7 +148,6 @@ def test_readers_see_the_whole_line(processed):
               for block in re.findall(r'^```[^\n]*\n(.*?)^```', c['source'], re.M | re.S) for line in block.splitlines()]
     listed([f'{f}: {len(line)} columns: {line}' for f,line in lines if len(line) > widest])
 
-@pytest.mark.xfail(reason='pages are being laid out anew', strict=False)
 def test_pictures_have_words(processed):
     "For those who can't see them: `#| fig-alt: \"...\"` in the cell, or the text of a Markdown picture"
     bare = [f'{f}: {c["source"][:80]!r}' for f,c in every(processed, lambda c: any('image/png' in d or 'image/svg+xml' in d for d in c['data']))
