@@ -10,22 +10,29 @@ __all__ = ['Arch', 'SearchSpace', 'OpChoice', 'Supernet', 'WidthChoice', 'tiny_s
            'export_torch', 'quantize_onnx', 'model_card', 'use_script']
 
 # %% ../nbs/43_all.ipynb #7cb514f2
-from .space import Arch, SearchSpace                                    # what there is to choose from
-from .supernet import OpChoice, Supernet, WidthChoice                   # a network with choices in it
-from .tiny import tiny_supernet                                         # three that are ready to use
+# what there is to choose from, and networks with choices in them
+from .space import Arch, SearchSpace
+from .supernet import OpChoice, Supernet, WidthChoice
+# three that are ready to use, and any network of yours
+from .tiny import tiny_supernet
 from .mobilenet import mobilenet_supernet
 from .nb201 import nb201_supernet, read_nb201
-from .elastic import elastic_space, elastic_supernet                    # any network of yours
-from .cost import CostTable                                             # what an architecture costs
-from .learner import KShotLearner, kshot_learner                        # training
+from .elastic import elastic_space, elastic_supernet
+# what an architecture costs
+from .cost import CostTable
+# training, and whether it ranks
+from .learner import KShotLearner, kshot_learner
 from .rank import high_tau, kendall_tau, pearson_r, rank_report, spearman_rho
-from .archive import read_archive                                       # searching
+# searching
+from .archive import read_archive
 from .problem import ArchProblem
 from .result import SearchResult
 from .search import search
-from .retrain import RetrainLearner, retrain_learner                    # training the winner alone
-from .finalists import Finalists                                        # and the best of several
-from .export import Classifier, classifier_of, export_onnx, export_torch, quantize_onnx
+# training the winner alone, or the best of several, and handing it on
+from .retrain import RetrainLearner, retrain_learner
+from .finalists import Finalists
+from .export import Classifier, classifier_of, export_onnx, export_torch
+from .export import quantize_onnx
 from .card import model_card, use_script
 
 # %% ../nbs/43_all.ipynb #7d0a845c

@@ -21,14 +21,17 @@ except ImportError: fcntl = None        # Windows has none
 
 # %% ../nbs/27_archive.ipynb #4a28ce15
 _schema = ("CREATE TABLE about(key TEXT PRIMARY KEY, value TEXT)",
-"""CREATE TABLE evaluations(number INTEGER PRIMARY KEY, arch TEXT, metrics TEXT, costs TEXT, failure TEXT,
-    generation INTEGER, seed INTEGER, settings TEXT, digest TEXT, UNIQUE(settings, arch))""")
+"CREATE TABLE evaluations(number INTEGER PRIMARY KEY, arch TEXT, metrics TEXT, "
+"costs TEXT, failure TEXT,\n    generation INTEGER, seed INTEGER, settings TEXT, "
+"digest TEXT, UNIQUE(settings, arch))")
 # SQLite's place for a number by which a program knows its files
 _application = 0x6b73686f
 
 def _digest(row:dict) -> str:
+    "What a row, but for its number, is known by"
     told = {k:v for k,v in row.items() if k not in ('number', 'digest')}
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 def _rows(cursor):
     "The rows of a query, unless one is not what was written"
@@ -157,7 +160,7 @@ def _check(self:Archive, about:dict):
 # %% ../nbs/27_archive.ipynb #ddf89385
 @patch
 def get(self:Archive, archs:list) -> dict:
-    "What the archive holds of `archs`: for each its metrics, and why it failed or `None`"
+    "What the archive holds of `archs`: metrics, and why it failed or None"
     held = {}
     with _clear_errors(self.path):
         for a in archs:
@@ -180,7 +183,8 @@ def put(self:Archive,
                costs=json.dumps(costs or {}), failure=failure,
                generation=generation, seed=seed, settings=self.settings)
     row['digest'] = _digest(row)
-    insert = f"INSERT OR IGNORE INTO evaluations({', '.join(row)}) VALUES ({', '.join('?'*len(row))})"
+    names,marks = ', '.join(row),', '.join('?'*len(row))
+    insert = f'INSERT OR IGNORE INTO evaluations({names}) VALUES ({marks})'
     with _clear_errors(self.path): self.db.execute(insert, tuple(row.values()))
     held = self.get([arch])
     with _clear_errors(self.path):
@@ -197,7 +201,7 @@ def forget_failures(self:Archive):
 
 # %% ../nbs/27_archive.ipynb #84fea8c7
 def read_archive(path) -> pd.DataFrame:
-    "All evaluations that the archive `path` holds, in the order in which they were made"
+    "All evaluations that the archive `path` holds, in their order"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no archive {path}")
     def columns(arch, costs, metrics, digest, **others):
         try:
@@ -210,5 +214,5 @@ def read_archive(path) -> pd.DataFrame:
         # a row may be lost, too
         if db.execute('PRAGMA integrity_check(1)').fetchone() != ('ok',):
             raise sqlite3.DatabaseError('its pages are malformed')
-        return pd.DataFrame([columns(**row)
-                             for row in _rows(db.execute('SELECT * FROM evaluations ORDER BY number'))])
+        found = db.execute('SELECT * FROM evaluations ORDER BY number')
+        return pd.DataFrame([columns(**row) for row in _rows(found)])

@@ -37,13 +37,11 @@ for file in sys.argv[1:]:
 """
 
 # %% ../nbs/41_card.ipynb #2af1c767
-_meaning = dict(borrowed='with weights borrowed from the supernet: for ranking '
-                         'architectures, '
-                         'not what the network is capable of',
-                retrained='after training on its own; averaged weights, those '
-                          'that are exported',
-                int8='the same network with whole numbers of 8 bits, in a file '
-                     'of its own')
+_meaning = dict(
+    borrowed='with weights borrowed from the supernet: for ranking architectures, '
+             'not what the network is capable of',
+    retrained='after training on its own; averaged weights, those that are exported',
+    int8='the same network with whole numbers of 8 bits, in a file of its own')
 
 def _version(name):
     "The installed version of a package"
@@ -58,13 +56,13 @@ def model_card(
     data:str,              # name of the dataset
     n_train:int,           # images trained on
     n_valid:int,           # images the accuracy was measured on
-    held_out:bool,         # were these kept from the search? If not, the accuracy flatters
-    seeds:dict,            # what was seeded with what, such as dict(supernet=0, retrain=0)
+    held_out:bool,         # were these kept from the search?
+    seeds:dict,            # what was seeded with what, such as dict(retrain=0)
     flops:float=None,      # multiply-adds for one image
     params:int=None,       # number of parameters
     max_flops:float=None,  # budget of the search
     recipe:dict=None,      # how it was trained: learn.recipe, and more
-    chance:float=None,     # accuracy of always saying the most frequent class, to compare with
+    chance:float=None,     # accuracy of always saying the most frequent class
     balanced:float=None,   # accuracy with every class counting the same
     use:str=None           # code that uses the network, see use_script
 ) -> dict:                 # what was written

@@ -34,7 +34,8 @@ def attempt(
     "Evaluate `arch`, and catch what goes wrong"
     try:
         res = evaluate(arch)
-        res = {k:float(v) for k,v in res.items()} if isinstance(res, dict) else {metric: float(res)}
+        if not isinstance(res, dict): res = {metric: res}
+        res = {k:float(v) for k,v in res.items()}
         if metric not in res:
             raise ValueError(f"the evaluator gave {', '.join(res) or 'nothing'}, "
                              f"but not {metric!r}")
@@ -57,7 +58,7 @@ def end_with(pid:int):
     threading.Thread(target=watch, daemon=True, name='kshot_watch').start()
 
 def _work(key, package, versions, threads, pid, metric, arch):
-    "What a worker does for the process `pid`: unpack the evaluator unless it has it, and use it"
+    "What a worker does: unpack the evaluator unless it has it, and use it"
     me = threading.current_thread()
     if getattr(me, 'kshot_key', None) != key:
         here = _versions()
@@ -71,7 +72,7 @@ def _work(key, package, versions, threads, pid, metric, arch):
 
 # %% ../nbs/29_evaluate.ipynb #d4a2287a
 def employ(workers:int|None, **kwargs) -> joblib.Parallel:
-    "`joblib.Parallel`, whose processes don't keep this one from ending for as long as they stay ready for more"
+    "`joblib.Parallel`, whose idle processes don't keep this one from ending"
     # another executor takes the place of joblib's, and needs no processes
     Finalize(None, get_reusable_executor, kwargs=dict(kill_workers=True),
              exitpriority=1)
@@ -82,7 +83,7 @@ def _evaluate_here(problem:ArchProblem, archs:list) -> Iterator:
 
 @contextmanager
 def _evaluator(problem:ArchProblem, workers:int) -> Iterator:
-    "A function that evaluates a list of architectures: here, by `workers`, or by the backend that is active"
+    "A function that evaluates a list of architectures, here or elsewhere"
     backend,n_jobs = get_active_backend()
     # nobody asks for workers
     if workers == 1 and n_jobs in (None, 1) and isinstance(backend, LokyBackend):
@@ -115,23 +116,21 @@ def _evaluate_there(work:Callable, archs:list, tries=3) -> Iterator:
 
 # %% ../nbs/29_evaluate.ipynb #27d88aa6
 class Evaluations:
-    "The evaluations of one search: each is made once, kept in the archive, and recorded in its order"
+    "The evaluations of one search: each is made once, kept and recorded"
     def __init__(self,
         problem:ArchProblem, # what is searched
-        archive=None,        # a file that keeps all evaluations, and is asked before anything is evaluated
-        workers:int=1,       # processes that evaluate; or else what joblib's parallel_config says
+        archive=None,        # a file that keeps all evaluations, and is asked first
+        workers:int=1,       # processes that evaluate; or see joblib's parallel_config
         seed:int=None,       # of the search, for the archive
-        retry:bool=False,    # evaluate again what has failed according to the archive?
-        total:int=None       # show a bar for this many; or a function that is told of each evaluation; no bar if None
+        retry:bool=False,    # evaluate again what has failed?
+        total:int=None       # show a bar for this many; or a function to be told
     ):
         if type(workers) is not int or workers == 0:
             raise ValueError("workers must be an int: 1, 2, ..., or -1 for one "
                              f"per processor; got {workers!r}")
         self.problem,self.seed = problem,seed
-        # what has been evaluated, and in how many generations
-        self.records,self.generation = {},0
-        # offspring so far, and how many of them kept the limits
-        self.born,self.fitting = 0,0
+        self.records,self.generation = {},0     # what has been evaluated, and when
+        self.born,self.fitting = 0,0            # offspring, and those within the limits
         with ExitStack() as stack:
             self.archive = self.bar = None
             if archive is not None:
@@ -192,16 +191,18 @@ def score(self:Evaluations, archs:list):
     for arch in archs:
         while arch not in held:
             a,*result = next(results)
-            held[a] = self.archive.put(a, *result, costs[a], self.generation, self.seed) if self.archive else result
+            if self.archive: result = self.archive.put(
+                a, *result, costs[a], self.generation, self.seed)
+            held[a] = result
         metrics,failure = held[arch]
-        record = dict(arch=arch, generation=self.generation) | metrics | costs[arch] | dict(failure=failure)
-        self.records[arch] = record
+        record = dict(arch=arch, generation=self.generation) | metrics | costs[arch]
+        self.records[arch] = record = record | dict(failure=failure)
         if self.bar: self.bar.show(self, record)
     if not self.succeeded:
-        raise RuntimeError("the evaluator failed for all of the first "
-                           f"{len(archs)} architectures; "
-                           "this is how it failed for "
-                           f"{archs[0]}:\n{self.records[archs[0]]['failure']}")
+        why = self.records[archs[0]]['failure']
+        raise RuntimeError(
+            f"the evaluator failed for all of the first {len(archs)} architectures; "
+            f"this is how it failed for {archs[0]}:\n{why}")
 
 @patch
 def _costs(self:Evaluations, archs:list) -> dict:
@@ -217,7 +218,7 @@ def draw(self:Evaluations,
     rng:np.random.Generator,  # source of randomness
     taken=()                  # not these
 ) -> list:                    # fewer than n if there are no more
-    "Different architectures within the limits, drawn at random among those without a record"
+    "Different architectures within the limits that have no record"
     return self.problem.draw(n, rng, {*self.records, *taken})
 
 @patch

@@ -25,17 +25,18 @@ from .space import Arch
 
 # %% ../nbs/40_export.ipynb #85d2ea56
 def _middle(x, dim, n):
+    "The middle `n` entries along an axis"
     return x.index_select(dim, torch.arange(n, device=x.device) + (x.shape[dim]-n)//2)
 
 class Classifier(nn.Module):
-    "A network that takes uint8 images of any size, (images, height, width, channels), and gives probabilities"
+    "A network that takes uint8 images of any size and gives probabilities"
     def __init__(self,
-        model:nn.Module,    # takes normalized images, (images, channels, height, width), and gives logits
+        model:nn.Module,    # takes normalized images and gives logits
         classes:list,       # their names
         size:tuple,         # height and width that model was trained with
-        mean=0.,            # what is subtracted from images that were divided by 255, a number for each channel or one
-        std=1.,             # and what they are divided by then
-        resize:str='squish',# 'squish' an image to size, or 'crop' it to the square in its middle first
+        mean=0.,            # subtracted from images in 0..1, for all or each channel
+        std=1.,             # what they are divided by then
+        resize:str='squish',# 'squish' it to size, or 'crop' it to a square first
         channels:int=3,     # 3 for RGB, 1 for grey
         **about
     ):
@@ -71,18 +72,19 @@ def classifier_of(
     learn,          # a Learner for images, as of retrain_learner
     **about
 ) -> Classifier:
-    "The network of `learn` with the preprocessing of its validation images; `about` as for `Classifier`"
+    "The network of `learn` with the preprocessing of its validation images"
     tfms = [*learn.dls.valid.after_item.fs, *learn.dls.valid.after_batch.fs]
     def find(kind): return next((t for t in tfms if isinstance(t, kind)), None)
-    resize,norm,shape = find(Resize),find(Normalize),learn.dls.valid.one_batch()[0].shape[1:]
+    resize,norm = find(Resize),find(Normalize)
+    shape = learn.dls.valid.one_batch()[0].shape[1:]
     hows = {ResizeMethod.Squish: 'squish', ResizeMethod.Crop: 'crop'}
     if resize is None or resize.method not in hows: raise ValueError(
         "how images were resized can't be read off the data: use Resize(size, "
         "ResizeMethod.Squish) or "
         "ResizeMethod.Crop as item transform, or make a Classifier(learn.model, "
         "classes, size, mean, std) yourself")
-    stats = {} if norm is None else {n:getattr(norm, n).flatten().tolist()
-                                     for n in ('mean', 'std')}
+    stats = dict(mean=norm.mean, std=norm.std) if norm is not None else {}
+    stats = {n:v.flatten().tolist() for n,v in stats.items()}
     return Classifier(learn.model, learn.dls.vocab, shape[1:],
                       resize=hows[resize.method], channels=shape[0],
                       **stats, **about)
@@ -136,7 +138,7 @@ def _any_size(model):
 def export_torch(
     model:nn.Module,  # the network; a Classifier for raw images
     path,             # file to write, ending in .pt2
-    x:Tensor=None,    # images to compare outputs on; noise if None, of the shape model.in_shape
+    x:Tensor=None,    # images to compare outputs on; noise if None
     tol:float=1e-4    # how much outputs may differ, relative to the largest
 ) -> Path:
     "Write `model` as a `torch.export` program for batches of any size"
@@ -157,21 +159,22 @@ def export_torch(
 def export_onnx(
     model:nn.Module,  # the network; a Classifier for raw images
     path,             # file to write
-    x:Tensor=None,    # images to compare outputs on; noise if None, of the shape model.in_shape
+    x:Tensor=None,    # images to compare outputs on; noise if None
     tol:float=1e-4    # how much outputs may differ, relative to the largest
 ) -> Path:
-    "Write `model` as ONNX, input `image`, output `probabilities` or `logits`; needs the extra `onnx`"
+    "Write `model` as ONNX, with the input `image`; needs the extra `onnx`"
     if missing := missing_for_onnx():
         raise ImportError(f"exporting to ONNX needs {', '.join(missing)}: pip "
                           "install 'kshot_nas[onnx]'")
     import onnxruntime
     (model,*batches),path = _prepared(model, x),Path(path)
+    output = 'probabilities' if isinstance(model, Classifier) else 'logits'
     with published(path) as tmp, warnings.catch_warnings():
         warnings.simplefilter('ignore')
         torch.onnx.export(model, (batches[0],), tmp, dynamo=True,
                           external_data=False, verbose=False,
                           input_names=['image'], dynamic_shapes=_any_size(model),
-                          output_names=['probabilities' if isinstance(model, Classifier) else 'logits'])
+                          output_names=[output])
         _write_about(tmp, getattr(model, 'about', {}))
         session = onnxruntime.InferenceSession(tmp.read_bytes(),
                                                providers=['CPUExecutionProvider'])
@@ -181,7 +184,8 @@ def export_onnx(
 
 def missing_for_onnx() -> list:
     "The packages that exporting to ONNX needs and that are not installed"
-    return [m for m in ('onnx', 'onnxscript', 'onnxruntime') if importlib.util.find_spec(m) is None]
+    needed = 'onnx', 'onnxscript', 'onnxruntime'
+    return [m for m in needed if importlib.util.find_spec(m) is None]
 
 def _write_about(path, about):
     "Write plain values into the metadata of an ONNX file"
@@ -193,12 +197,13 @@ def _write_about(path, about):
 # %% ../nbs/40_export.ipynb #5b04827d
 def quantize_onnx(
     path,          # an ONNX file of export_onnx, made from a Classifier
-    images:list,   # uint8 images, each (height, width, channels), such as a hundred of the training set
+    images:list,   # uint8 images, such as a hundred of the training set
     dest:str|Path  # file to write
 ) -> Path:
     "Write the network of an ONNX file with weights and activations of 8 bits"
     import onnx
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quant_pre_process, quantize_static
+    from onnxruntime.quantization import CalibrationDataReader, QuantType
+    from onnxruntime.quantization import quant_pre_process, quantize_static
     about = {p.key:json.loads(p.value) for p in onnx.load(path).metadata_props}
     feeds = iter([{'image': np.asarray(im)[None]}
                   for im in sequence(images, 'images', '[image]')])
@@ -227,33 +232,35 @@ def save_model(
     with published(path) as tmp:
         try:
             with open(tmp, 'wb') as f:
-                torch.save(dict(format=_format, arch=str(arch), info=info, model=model), f)
+                saved = dict(format=_format, arch=str(arch), info=info, model=model)
+                torch.save(saved, f)
             load_model(tmp)
         except (AttributeError, TypeError, ValueError, pickle.PickleError) as e:
             raise TypeError(
-            "info must hold nothing but numbers, text, tensors, and lists, "
-            "tuples and dicts of them, and the network "
-            f"no functions: {e}. learn.export() has no such limits") from e
+                "info must hold nothing but numbers, text, tensors, and lists, "
+                "tuples and dicts of them, and the network "
+                f"no functions: {e}. learn.export() has no such limits") from e
     return Path(path)
 
 def load_model(
     path        # file that save_model has written
 ) -> nn.Module:
-    "The network in `path`, in evaluation mode, with its `arch` and the `info` that was stored along as attributes"
+    "The network in `path`, with its `arch` and `info` as attributes"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no file {path}")
     try:
         check_uncompressed(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        with torch.device('meta'), torch.serialization.safe_globals([_network_class(n) for n in names]):
+        allowed = torch.serialization.safe_globals([_network_class(n) for n in names])
+        with torch.device('meta'), allowed:
             saved = torch.load(path, map_location='cpu', weights_only=True)
         if saved['format'] != _format:
             raise ValueError(f"its format is {saved['format']!r}, not {_format!r}")
         model = saved['model']
-        # else they would take memory by now
-        if any(t.is_meta for t in model.state_dict().values()):
+        tensors = model.state_dict().values()
+        if any(t.is_meta for t in tensors):         # else they would take memory by now
             raise ValueError("it asks for layers to be made, of any size, "
                              "instead of holding them")
-        if sum(t.nbytes for t in model.state_dict().values()) > 10*Path(path).stat().st_size:
+        if sum(t.nbytes for t in tensors) > 10*Path(path).stat().st_size:
             raise ValueError("a few numbers of it stand for many more, which may "
                              "take any memory")
         model.arch,model.info = Arch.parse(saved['arch']),saved['info']
@@ -262,6 +269,7 @@ def load_model(
                          f"({type(e).__name__}: {e})") from e
     return model.eval()
 
+# %% ../nbs/40_export.ipynb #ce36f71a
 def _network_class(name):
     "The class of this name, if it is one of networks, and imported"
     module,_,cls = name.rpartition('.')

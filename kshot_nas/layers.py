@@ -139,7 +139,8 @@ def _rows(theta, at):
 def _lie(shape, stride, sizes):
     """How items cut to `sizes` lie in memory: rows, from one to the next, numbers in each; and shape and strides of
     their mixture. `None` if not in rows"""
-    whole,kept = tuple(shape[1:]),(*sizes, *shape[1+len(sizes):])
+    whole = tuple(shape[1:])
+    kept = (*map(min, sizes, whole), *whole[len(sizes):])                               # as slices do
     order = sorted(range(len(whole)), key=lambda d: (-stride[1+d], -whole[d]))          # the outermost dimension first
     strides,inside,step,n,m = {},1,0,1,1
     for d in reversed(order):

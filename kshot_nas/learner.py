@@ -58,7 +58,7 @@ def kshot_learner(
     n_in:int=None,        # number of input channels; that of the data if None
     ratio:tuple=(1,1),    # steps for the items and for the codes, in turn
     joint:bool=False,     # train both at every step instead
-    item_paths:int=None,  # paths in a step for the items; as many if None, 1 in the paper
+    item_paths:int=None,  # paths in a step for the items; as many if None, 1 in paper
     pace:bool=None,       # do items keep pace? Yes, but for preset='paper', if None
     preset:str=None,      # 'paper': as in the paper wherever it speaks
     how:str='uniform',    # how architectures are drawn: see SearchSpace.sample

@@ -106,7 +106,6 @@ class KShotModel(nn.Module):
         k = self.net.k
         return next(self.net.parameters()).new_full((len(archs), k), 1/k)
 
-
     @property
     def module(self): return self     # what fastai asks a distributed model for
     @property

@@ -20,21 +20,19 @@ from .space import SearchSpace
 
 # %% ../nbs/28_problem.ipynb #83815c19
 def landscape(space:SearchSpace, seed:int=0) -> Callable:
-    "A made-up accuracy, to try a search on: the merits of all choices, and of all pairs of neighbours"
+    "A made-up accuracy, to try a search on"
     rng,counts = np.random.default_rng(seed),space.counts
-    # from expensive to cheap,
     own  = [rng.normal(size=len(o)) + np.linspace(3, 0, len(o)) for o in space.ops]
-    # from cheap to expensive
     own += [rng.normal(size=len(w)) + np.linspace(0, 3, len(w)) for w in space.widths]
     pair = [rng.normal(size=(a,b)) for a,b in zip(counts, counts[1:])]
     def accuracy(arch):
         genes = arch.ops + arch.widths
-        merit  = sum(o[i] for o,i in zip(own, genes))
+        merit = sum(o[i] for o,i in zip(own, genes))
         merit += sum(p[i,j] for p,i,j in zip(pair, genes, genes[1:]))
         return float(0.7 + 0.05*merit/len(genes))
     return accuracy
 
-# %% ../nbs/28_problem.ipynb #8646fed0
+# %% ../nbs/28_problem.ipynb #35a1c5b0
 _large = """accuracy acc f1 fbeta precision recall sensitivity specificity ap map auc kappa matthews mcc corrcoef corr
     pearson pearsonr spearman spearmanr kendall kendalltau r2 explained_variance dice jaccard iou bleu rouge
     dcg ndcg psnr ssim mutual_info rand completeness homogeneity v_measure fowlkes_mallows consensus
@@ -43,6 +41,7 @@ _small = """loss error errors mae mse rmse msle rmsle rmspe mape perplexity devi
     davies_bouldin negative_likelihood""".split()
 _unclear = 'drop gap diff std'.split()       # accuracy_drop should not be large
 
+# %% ../nbs/28_problem.ipynb #8646fed0
 def direction(
     metric:str,         # the name of a metric
     maximize:bool=None  # should it be large? Known by its name if None
@@ -51,9 +50,8 @@ def direction(
     if one_of(maximize, 'maximize', (None, True, False)) is not None:
         return 1 if maximize else -1
     name = metric.lower().strip('_')
-    # neg_log_loss, as in scikit-learn
     if name.startswith('neg_'): return -direction(name.removeprefix('neg_'))
-    if name.startswith('d2_'): return 1  # d2_log_loss_score: the share explained
+    if name.startswith('d2_'): return 1     # d2_log_loss_score: the share explained
     def has(words): return any(f'_{w}_' in f'_{name}_' for w in words)
     large,small = has(_large),has(_small)
     if large != small and not has(_unclear): return 1 if large else -1
@@ -65,24 +63,23 @@ def direction(
 class ArchProblem:
     "What is searched: architectures, what makes them good, what they cost and may cost"
     space:SearchSpace         # where to search
-    evaluate:Callable    # takes an Arch, gives a number, or several as a dict
+    evaluate:Callable         # takes an Arch, gives a number, or several as a dict
     table:CostTable=None      # tells FLOPs, params and, if measured, latency
-    costs:dict=None  # more costs: functions by name; each takes a list of Arch and gives a number for each
+    costs:dict=None           # more costs by name: functions of a list of Arch
     objective:str='accuracy'  # 'accuracy' alone, or 'pareto': accuracy against cost
-    metric:str='accuracy'  # what makes an architecture good, if evaluate gives several numbers
+    metric:str='accuracy'     # which number of evaluate counts
     cost:str='flops'          # which cost counts
-    weights:str=''         # the fingerprint of the weights that evaluate uses
+    weights:str=''            # the fingerprint of the weights that evaluate uses
     settings:dict=None        # what else its results depend on
     code:Callable=None        # gives the code of an Arch
-    maximize:bool=None  # should the metric be large? Known by its name if None
-    limits:dict=None  # (least, most) by the name of the cost, None for no limit
+    maximize:bool=None        # should the metric be large? Known by its name if None
+    limits:dict=None          # (least, most) by the name of the cost, None for no limit
 
     def __post_init__(self):
         one_of(self.objective, 'objective', ('accuracy', 'pareto'))
         names = [] if self.table is None else ['flops', 'params']
         if names and self.table.timings is not None: names.append('latency')
-        costs = {**{name:getattr(self.table, name) for name in names},
-                 **(self.costs or {})}
+        costs = {name:getattr(self.table, name) for name in names} | (self.costs or {})
         _check_cost(self.cost, costs)
         limits = {name:_limit(name, limit, costs)
                   for name,limit in (self.limits or {}).items()}
@@ -100,7 +97,7 @@ class ArchProblem:
         return [a for a,ok in zip(archs, self.fits(archs)) if ok]
 
     def within(self, **limits) -> 'ArchProblem':
-        "The same problem with these limits, too: (least, most) by the name of the cost, `None` for no limit"
+        "The same problem with these limits, too: (least, most) by the name of the cost"
         return replace(self, limits={**self.limits, **limits})
 
 # %% ../nbs/28_problem.ipynb #86357c82
@@ -135,13 +132,13 @@ def cost_of(self:ArchProblem,
 
 @patch
 def excess(self:ArchProblem, archs:list) -> np.ndarray:
-    "How far each architecture is outside of each limit, relative to the limit; at most 0 if it is inside"
+    "How far each is outside of each limit, relative to it; at most 0 if inside"
     res = [np.zeros((len(archs), 0))]
     for name,(low,high) in self.limits.items():
         cost = self.cost_of(archs, name).astype(float)
         for limit,over in (low, low - cost),(high, cost - high):
-            res.append(over[:,None]/abs(limit) if np.isfinite(limit)
-                       and limit else over[:,None])
+            scale = abs(limit) if np.isfinite(limit) and limit else 1.
+            res.append(over[:,None]/scale)
     return np.concatenate(res, 1)
 
 @patch
@@ -164,6 +161,7 @@ def everything(self:ArchProblem) -> list:
                          "use how='nsga2' or 'random'")
     return self._affordable or self._refuse(list(self.space), 'of this space')
 
+# %% ../nbs/28_problem.ipynb #7252f0e7
 @patch
 def _refuse(self:ArchProblem, archs, which):
     "Raise the error that says what the limits are, and what there is"
@@ -178,7 +176,7 @@ def _refuse(self:ArchProblem, archs, which):
 # %% ../nbs/28_problem.ipynb #437a9072
 @patch
 def _at_random(self:ArchProblem, rng) -> Iterator:
-    "Lists of architectures in random order: all of a small space, or some of a large one again and again"
+    "Architectures in random order: all of a small space, or lists from a large one"
     if self.enumerable:
         every = self.everything()
         order = rng.permutation(len(every))
@@ -189,7 +187,8 @@ def _at_random(self:ArchProblem, rng) -> Iterator:
     anything = self.table is None or low is high is None
     for _ in range(50):
         seed = int(rng.integers(2**31))
-        yield self.space.sample(256, seed=seed) if anything else self.table.sample_under(256, high, low, seed=seed)
+        if anything: yield self.space.sample(256, seed=seed)
+        else: yield self.table.sample_under(256, high, low, seed=seed)
 
 @patch
 def draw(self:ArchProblem,

@@ -38,8 +38,9 @@ class SearchResult:
 
     @cached_property
     def ranking(self) -> pd.DataFrame:
-        "All architectures that did not fail, the best first; of equally good ones, the cheapest"
-        good = self.history[self.history.failure.isna()] if 'failure' in self.history else self.history
+        "All that did not fail, the best first; of equally good ones, the cheapest"
+        good = self.history
+        if 'failure' in good: good = good[good.failure.isna()]
         if not len(good):
             raise ValueError(f"none of {len(self.history)} evaluations "
                              "succeeded, so there is no best architecture")

@@ -58,17 +58,17 @@ def ensemble_scores(
 # %% ../../nbs/study/49_baselines.ipynb #91d526bb
 def train_run(
     bench:Bench, # what to learn and to rank
-    run:dict,    # settings: arguments of kshot_learner and fit_kshot, 'ensemble', 'adapt', 'adapt_lr'; or 'alone'
+    run:dict,    # settings, as above
     seed:int,    # decides all that is random
     archs:list,  # architectures to evaluate
     n_nets:int=8, # supernets in an ensemble
     checkpoint=None # folder to go on from if training is stopped; not for ensembles
-) -> dict:  # 'pred' and 'loss', accuracy and loss of each of archs, and what all this took
+) -> dict:  # accuracy ('pred') and 'loss' of each of archs, and what this took
     "Train a supernet and evaluate `archs` with it"
     if 'alone' in run: return _alone(bench, run['alone'], seed, archs)
     kw = bench.settings | run
-    how,of_fit = kw.pop('ensemble', None),('n_epoch', 'lr', 'codes_scale', 'wd')
-    fit = {n:kw.pop(n) for n in of_fit if n in kw}
+    how,fitting = kw.pop('ensemble', None),('n_epoch', 'lr', 'codes_scale', 'wd')
+    fit = {n:kw.pop(n) for n in fitting if n in kw}
     adapts,rate = kw.pop('adapt', ()),{n:kw.pop(n) for n in ('adapt_lr',) if n in kw}
     start,learners = time.perf_counter(),[]
     for i in range(n_nets if how else 1):
@@ -84,12 +84,13 @@ def train_run(
                 images=len(steps)*learn.dls.train.bs,
                 seconds=trained-start, search_seconds=time.perf_counter()-trained)
     spread = float(learn.code_recorder.spread)
-    adapted = {n:learn.eval_archs(archs, progress=False, adapt=n, **rate).to_dict('list') for n in adapts}
+    def after(n): return learn.eval_archs(archs, progress=False, adapt=n, **rate)
+    adapted = {n:after(n).to_dict('list') for n in adapts}
     return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(),
                 spread=spread, adapted=adapted, **cost)
 
 def _alone(bench, n_epoch, seed, archs) -> dict:
-    "Train every architecture from scratch for `n_epoch` epochs, with a seed that the truth has not seen"
+    "Train every architecture from scratch, with a seed that the truth has not seen"
     start,n = time.perf_counter(),bench.sizes['train']*n_epoch*len(archs)
     got = pd.DataFrame([bench.train_alone(a, 1000+seed, n_epoch=n_epoch)
                         for a in archs])
@@ -110,7 +111,7 @@ def ablate(
     checkpoints:bool=False, # go on within a supernet, too, if stopped?
     beside:dict=None     # lists of scores of archs, by name, to mix with the loss
 ) -> pd.DataFrame:  # a row for each run and seed: how well it ranks, and what it cost
-    "Train all `runs` over `seeds`, and score how they rank the architectures of `bench`"
+    "Train all `runs` over `seeds`, and score how they rank architectures"
     for name,run in runs.items(): _check_run(bench, name, run)
     Path(folder).mkdir(parents=True, exist_ok=True)
     archs = bench.archs if archs is None else archs
@@ -120,13 +121,15 @@ def ablate(
             for (name,s),f in files.items() if _read(f) is None]
     run = employ(workers, return_as='generator_unordered')
     done = run(joblib.delayed(_work)(bench, *t, checkpoints) for t in todo)
-    for _ in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
-        pass
-    return pd.DataFrame([_row(bench, archs, *key, _read(f), beside or {}) for key,f in files.items()])
+    if progress and todo: done = progress_bar(done, total=len(todo), leave=False)
+    for _ in done: pass
+    return pd.DataFrame([_row(bench, archs, *key, _read(f), beside or {})
+                         for key,f in files.items()])
 
 def _row(bench, archs, name, seed, result, beside) -> dict:
     "What a table says of one result"
-    pred,loss,adapted = np.array(result.pop('pred')),np.array(result.pop('loss')),result.pop('adapted', {})
+    pred,loss = np.array(result.pop('pred')),np.array(result.pop('loss'))
+    adapted = result.pop('adapted', {})
     table = bench.report(pred, archs, n_boot=0).table.value['prediction']
     by_loss = bench.report(-loss, archs, n_boot=0).tau
     after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau
@@ -169,20 +172,23 @@ def _check_run(bench, name, run):
 # %% ../../nbs/study/49_baselines.ipynb #71e95a6c
 def interval(x) -> float:
     "Half the width of the 95% interval of the mean of `x`"
-    return stats.t.ppf(0.975, len(x)-1)*np.std(x, ddof=1)/len(x)**0.5 if len(x) > 1 else np.nan
+    if len(x) < 2: return np.nan
+    return stats.t.ppf(0.975, len(x)-1)*np.std(x, ddof=1)/len(x)**0.5
 
 def summary(
     df:pd.DataFrame,  # what ablate has returned
     base:str=None,    # the run that others are compared with; the first one if None
     what:str='tau'    # the column
 ) -> pd.DataFrame:
-    "Mean of `what` for each run with its 95% interval, the difference to `base`, and the cost"
+    "Mean of `what` for each run, its 95% interval, difference to `base`, and cost"
     by = df.pivot(index='seed', columns='run', values=what)[list(dict.fromkeys(df.run))]
     diff = by.sub(by[base or by.columns[0]], axis=0)
-    columns = 'high_tau','regret','accuracy','spread','updates','images','seconds','search_seconds'
+    columns = ['high_tau', 'regret', 'accuracy', 'spread', 'updates', 'images',
+               'seconds', 'search_seconds']
     table = {what:by.mean(), '±':by.apply(interval), 'difference':diff.mean(),
              '± ':diff.apply(interval)}
-    return pd.DataFrame({**table, 'seeds':by.count()}).join(df.groupby('run')[list(columns)].mean())
+    cost = df.groupby('run')[columns].mean()
+    return pd.DataFrame({**table, 'seeds':by.count()}).join(cost)
 
 # %% ../../nbs/study/49_baselines.ipynb #ee83eb57
 def plot_runs(

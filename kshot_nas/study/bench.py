@@ -33,7 +33,7 @@ class DigitsBench(Bench):
 
     def __init__(self,
         widths:bool=False,  # the space with widths?
-        file=None           # a table that build has made; the one that comes with the package if None
+        file=None           # a table that build has made; that of the package if None
     ):
         self.widths,self.name = widths,'digits_widths' if widths else 'digits'
         super().__init__(file)
@@ -43,10 +43,12 @@ class DigitsBench(Bench):
 
     def make_data(self) -> dict:
         x,y = load_digits(return_X_y=True)
-        x,y = torch.tensor(x, dtype=torch.float32).view(-1, 1, 8, 8)/8 - 1,torch.tensor(y)
+        x,y = torch.tensor(x, dtype=torch.float32),torch.tensor(y)
+        x = x.view(-1, 1, 8, 8)/8 - 1
         train,valid,test = np.split(np.random.RandomState(0).permutation(1797),
                                     (300, 797))
-        parts,rng = dict(train=train, valid=valid, test=np.tile(test, 3)),np.random.RandomState(1)
+        parts = dict(train=train, valid=valid, test=np.tile(test, 3))
+        rng = np.random.RandomState(1)
         def noise(i):
             return 0.4*torch.from_numpy(rng.standard_normal((len(i), 1, 8, 8))).float()
         return {part:(x[i] + noise(i), y[i]) for part,i in parts.items()}
@@ -88,7 +90,7 @@ def signals_supernet(
     length:int=40,              # of a signal
     **kwargs
 ) -> Supernet:
-    "One cell in each stage, with all operations on all edges; `kwargs` as for `Supernet`"
+    "One cell in each stage; `kwargs` are those of `Supernet`"
     nf = channels[0]
     layers = [nn.Conv1d(n_in, nf, 3, padding=1, bias=False), nn.BatchNorm1d(nf),
               SignalsCell(nf)]
@@ -118,7 +120,8 @@ class SignalsBench(Bench):
         # the package's split is not needed
         args.num_samples,args.train_split = sum(self.sizes.values()),1.
         with no_random(): made = make_dataset(args)
-        x,y = torch.tensor(made['x'], dtype=torch.float32)[:,None],torch.tensor(made['y'])
+        x,y = (torch.tensor(made[name]) for name in 'xy')
+        x = x.float()[:,None]
         sizes = list(self.sizes.values())
         return dict(zip(self.sizes, zip(x.split(sizes), y.split(sizes))))
 

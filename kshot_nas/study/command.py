@@ -17,13 +17,13 @@ from .truth import Bench, build
 
 # %% ../../nbs/study/50_command.ipynb #8a4db4f0
 def yardsticks(bench:Bench, archs:list) -> pd.Series:
-    "Tau of what needs no trained supernet: costs, zero-cost proxies, one real training, a perfect predictor"
+    "Tau of what needs no supernet: costs, proxies, one training, a perfect predictor"
     scores = proxy_scores(bench, archs, n_seeds=1)
     proxies = {name:bench.report(s, archs, n_boot=0).tau for name,s in scores.items()}
     return pd.Series(proxies | bench.yardsticks(archs), name='tau')
 
 def score(args:argparse.Namespace, bench:Bench):
-    "Train supernets of both kinds, and every architecture briefly alone, and print how well each way ranks"
+    "Train supernets of both kinds, and networks alone, and print how each way ranks"
     settings = dict(n_epoch=args.epochs or bench.settings['n_epoch'])
     runs = {'one-shot':dict(k=1, **settings)}
     if args.k > 1:

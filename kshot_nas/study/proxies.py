@@ -22,9 +22,9 @@ from .truth import Bench, one_thread
 # %% ../../nbs/study/48_proxies.ipynb #a95e56a6
 def synflow(
     model:nn.Module,  # a plain network; stays as it is
-    x:torch.Tensor    # an input or a batch, of which only the shape of one input matters
-) -> float:             # a logarithm: minus infinity if nothing gets through
-    "Logarithm of the sum over weights of |weight times gradient|, all weights taken as positive"
+    x:torch.Tensor    # inputs, of which only the shape matters
+) -> float:           # a logarithm: minus infinity if nothing gets through
+    "Logarithm of the sum of |weight times gradient|, with positive weights"
     net = copy.deepcopy(model).double()
     for m in net.modules():
         if isinstance(m, nn.modules.batchnorm._BatchNorm): m.forward = lambda x: x
@@ -84,15 +84,17 @@ def with_proxy(
     seed:int=0,              # decides them, and the initial weights
     **kwargs
 ) -> ArchProblem:            # for search
-    "What `learn` searches, by its metric and `proxy` together; `kwargs` are those of `arch_problem`"
+    "What `learn` searches, by metric and `proxy`; `kwargs` as for `arch_problem`"
     problem,x = learn.arch_problem(**kwargs),learn.batches(0, 1)[0][0]
     def both(arch):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             fresh = learn.subnet(arch, weights='fresh').train()
         scores = problem.evaluate(arch)
-        return scores | {'proxy':proxy(fresh, x), 'own':problem.sign*scores[problem.metric]}
-    some = pd.DataFrame([both(a) for a in problem.space.sample(whole(n, 'n', 2), seed=seed)])
+        own = problem.sign*scores[problem.metric]
+        return scores | {'proxy':proxy(fresh, x), 'own':own}
+    drawn = problem.space.sample(whole(n, 'n', 2), seed=seed)
+    some = pd.DataFrame([both(a) for a in drawn])
     some = some.replace(-np.inf, np.nan)
     middle,spread = some.mean(),some.std()
     def evaluate(arch):
@@ -100,4 +102,5 @@ def with_proxy(
         z = {s:(scores[s] - middle[s])/spread[s] for s in ('own', 'proxy')}
         return scores | {'mixed':max(z['own'], -5.) + max(z['proxy'], -5.)}
     settings = problem.settings | dict(proxy=proxy.__name__, n=n, seed=seed)
-    return replace(problem, evaluate=evaluate, metric='mixed', maximize=True, settings=settings)
+    return replace(problem, evaluate=evaluate, metric='mixed', maximize=True,
+                   settings=settings)

@@ -72,9 +72,10 @@ class Bench:
     bs,repeat = 50,1
 
     def __init__(self,
-        file=None  # a table that build has made; the one that comes with the package if None
+        file=None  # a table that build has made; that of the package if None
     ):
-        self.file = Path(str(files('kshot_nas.study')))/f'{self.name}.npz' if file is None else Path(file)
+        ours = Path(str(files('kshot_nas.study')))/f'{self.name}.npz'
+        self.file = ours if file is None else Path(file)
         if file is not None: self.table       # refuses a bad one at once
 
     supernet = None                           # a function such as tiny_supernet
@@ -100,14 +101,15 @@ def fresh(self:Bench,
     self.net.space.check(arch)       # makes the supernet before the seed is set
     with torch.random.fork_rng(enabled=seed is not None):
         if seed is not None: torch.manual_seed(seed)
-        return self.net.subnet(arch, weights='fresh').to(memory_format=torch.channels_last)
+        model = self.net.subnet(arch, weights='fresh')
+        return model.to(memory_format=torch.channels_last)
 
 @patch
 def train_alone(self:Bench,
     arch:Arch,     # an architecture of the bench's space
     seed:int,      # decides initial weights and the order of the data
     **recipe
-) -> dict:  # right answers and mean loss on validation data, right answers on test data
+) -> dict:         # right answers on validation data, loss there, right on test data
     "Train `arch` from scratch by the bench's recipe, or what `recipe` changes of it"
     self.net.space.check(arch)       # makes the supernet before the seed is set
     (x,y),(xv,yv),(xt,yt) = (self.data[part] for part in ('train', 'valid', 'test'))
@@ -131,7 +133,7 @@ def build(
     workers:int=None,   # processes; one per core if None
     progress:bool=True  # show a bar?
 ) -> Path:              # the table
-    "Train every architecture of `bench`, or go on where an earlier call was stopped, and write the table"
+    "Train every architecture of `bench`, or those still missing, and write the table"
     instance(bench, 'bench', Bench, 'Give one such as SignalsBench()')
     archs = bench.planned() if archs is None else archs
     n_seeds = whole(bench.n_seeds if n_seeds is None else n_seeds, 'n_seeds', least=1)
@@ -141,8 +143,9 @@ def build(
     run = employ(workers or os.cpu_count(), return_as='generator_unordered',
                  batch_size=4)
     done = run(joblib.delayed(_train_one)(bench, *t) for t in todo)
+    if progress and todo: done = progress_bar(done, total=len(todo), leave=False)
     with open(file, 'a') as f:
-        for arch,seed,result in progress_bar(done, total=len(todo), leave=False) if progress and todo else done:
+        for arch,seed,result in done:
             rows[arch,seed] = result
             f.write(_line(arch, seed, result))
             f.flush()
@@ -211,17 +214,24 @@ def _check_counts(counts, name, n_archs, most):
 
 # %% ../../nbs/study/46_truth.ipynb #7eac5e8e
 @patch(as_prop=True)
-def archs(self:Bench) -> list: return self.table['archs']
+def archs(self:Bench) -> list:
+    "All architectures of the table"
+    return self.table['archs']
 @patch(as_prop=True)
-def valid(self:Bench) -> np.ndarray: return self.table['valid']/self.sizes['valid']
+def valid(self:Bench) -> np.ndarray:
+    "Accuracy on the validation data, a column for each seed"
+    return self.table['valid']/self.sizes['valid']
 @patch(as_prop=True)
-def test(self:Bench) -> np.ndarray: return self.table['test']/self.sizes['test']
+def test(self:Bench) -> np.ndarray:
+    "Accuracy on the test data, a column for each seed"
+    return self.table['test']/self.sizes['test']
 
 @patch(as_prop=True)
 def truth(self:Bench) -> pd.DataFrame:
-    "Mean and standard deviation of the test accuracy over seeds, how many these are, and costs"
+    "Mean and standard deviation of the test accuracy over seeds, and costs"
     test = pd.DataFrame(self.test, index=self.cost.index)
-    return pd.DataFrame(dict(mean=test.mean(axis=1), std=test.std(axis=1), seeds=test.shape[1])).join(self.cost)
+    over_seeds = dict(mean=test.mean(axis=1), std=test.std(axis=1), seeds=test.shape[1])
+    return pd.DataFrame(over_seeds).join(self.cost)
 
 @patch(as_prop=True)
 def cost(self:Bench) -> pd.DataFrame:
@@ -251,15 +261,16 @@ def __repr__(self:Bench):
 # %% ../../nbs/study/46_truth.ipynb #43691b69
 @patch
 def report(self:Bench, pred, archs:list=None, **kwargs) -> RankReport:
-    "How well `pred`, a number for each of `archs`, ranks them; arguments as for `rank_report`"
+    "How well the numbers `pred` rank `archs`; `kwargs` are those of `rank_report`"
     rows = self.rows(archs)
-    valid,test,cost = self.valid[rows],self.test[rows],self.cost.iloc[rows].reset_index(drop=True)
+    valid,test = self.valid[rows],self.test[rows]
+    cost = self.cost.iloc[rows].reset_index(drop=True)
     single = dict(seeds=test, one=valid) if test.shape[1] > 1 else {}
     return rank_report(np.asarray(pred), test.mean(1), cost=cost, **single, **kwargs)
 
 @patch
 def yardsticks(self:Bench, archs:list=None) -> dict:
-    "Tau of what needs no supernet: costs, one real training of each architecture, and a perfect predictor"
+    "Tau of what needs no supernet: costs, one real training, a perfect predictor"
     report = self.report(self.test[self.rows(archs)].mean(1), archs, n_boot=0)
     taus = {name:report.table.value[name,'tau'] for name in self.cost}
     if report.seeds is not None:
@@ -273,9 +284,8 @@ class _Pairs(list):
 
 @patch
 def dls(self:Bench, bs:int=None, repeat:int=None, **kwargs) -> DataLoaders:
-    "Training and validation data; an epoch passes `repeat` times over it; `kwargs` as for `DataLoaders.from_dsets`"
-    # not views
-    def pairs(part):
+    "Training data, `repeat` times in an epoch, and validation data"
+    def pairs(part):                                                # copies, not views
         return _Pairs(tuple(t.clone() for t in row) for row in zip(*self.data[part]))
     train = _Pairs(pairs('train')*(self.repeat if repeat is None else repeat))
     dls = DataLoaders.from_dsets(train, pairs('valid'),
@@ -285,7 +295,14 @@ def dls(self:Bench, bs:int=None, repeat:int=None, **kwargs) -> DataLoaders:
     return dls
 
 @patch
-def score(self:Bench, learn, archs:list=None, by:str='accuracy', progress:bool=True, **kwargs) -> RankReport:
-    "How well `learn` ranks the architectures of the bench, or some of them; arguments as for `rank_report`"
-    got = learn.eval_archs(self.archs if archs is None else archs, progress=progress)[by]
+def score(self:Bench,
+    learn,               # a trained learner
+    archs:list=None,     # some architectures of the bench; all if None
+    by:str='accuracy',   # or another metric, or 'loss'
+    progress:bool=True,  # show a bar?
+    **kwargs
+) -> RankReport:
+    "How well `learn` ranks the architectures; `kwargs` are those of `rank_report`"
+    every = self.archs if archs is None else archs
+    got = learn.eval_archs(every, progress=progress)[by]
     return self.report(-got if by == 'loss' else got, archs, **kwargs)

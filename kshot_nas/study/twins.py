@@ -16,7 +16,7 @@ from ..space import Arch
 
 # %% ../../nbs/study/45_twins.ipynb #c50e8fa1
 def _terms(arch):
-    "The output as `{(times pooled, source): count}`, a source being 'x' or an edge; and `{edge: (kind, its input)}`"
+    "The output as {(times pooled, source): count}, and {edge: (kind, its input)}"
     nodes,convs = [Counter({(0,'x'): 1}), Counter(), Counter(), Counter()],{}
     def constant(source): return source != 'x' and convs[source][0] == 'constant'
     for edge,((to,i),op) in enumerate(zip(nb201_edges, nb201_space.names(arch)['ops'])):
@@ -25,18 +25,19 @@ def _terms(arch):
         if op == 'avg_pool_3x3':
             terms = {(p if constant(s) else p+1, s): n for (p,s),n in terms.items()}
         if op.startswith('nor_conv'):
-            lost = all(constant(s) for _,s in terms) if op == 'nor_conv_1x1' else not terms
+            lost = not terms
+            if op == 'nor_conv_1x1': lost = all(constant(s) for _,s in terms)
             factor = math.gcd(*terms.values())
-            parts = {t: n//factor for t,n in terms.items()}
-            convs[edge] = ('constant', {}) if lost else (op, parts)
+            inputs = {t: n//factor for t,n in terms.items()}
+            convs[edge] = ('constant', {}) if lost else (op, inputs)
             terms = {(0,edge): 1}
         nodes[to].update(terms)      # adds the counts
     return nodes[3],convs
 
 def _reached(terms, convs):
     "All sources in `terms`, and in what these are made of"
-    return {s for _,s in terms}.union(*(_reached(convs[s][1], convs)
-                                        for _,s in terms if s != 'x'))
+    deeper = (_reached(convs[s][1], convs) for _,s in terms if s != 'x')
+    return {s for _,s in terms}.union(*deeper)
 
 # %% ../../nbs/study/45_twins.ipynb #4da1b293
 def has_signal(
@@ -47,10 +48,10 @@ def has_signal(
 
 # %% ../../nbs/study/45_twins.ipynb #2113f7e2
 def _spell(terms, convs, label):
-    "`terms` as a nested tuple in which each convolution has its kind, its label and its input"
+    "`terms` as a nested tuple: kind, label and input of each convolution"
     def source(s):
-        return ('x',) if s == 'x' else (convs[s][0], label[s],
-                                        _spell(convs[s][1], convs, label))
+        if s == 'x': return ('x',)
+        return convs[s][0],label[s],_spell(convs[s][1], convs, label)
     return tuple(sorted((n, p, *source(s)) for (p,s),n in terms.items()))
 
 def _form(arch):
@@ -67,13 +68,13 @@ def _form(arch):
 
 @lru_cache
 def _canonical():
-    "For each architecture the cheapest one that computes the same: fewest 3x3 convolutions, then fewest 1x1"
-    first,archs = {},sorted(nb201_space,
-                            key=lambda a: (a.ops.count(3), a.ops.count(2), a.ops))
+    "For each architecture the cheapest one that computes the same"
+    def price(a): return a.ops.count(3),a.ops.count(2),a.ops    # 3x3 cost most
+    first,archs = {},sorted(nb201_space, key=price)
     return {a: first.setdefault(_form(a), a) for a in archs}
 
 def canonical(
     arch:Arch # an architecture of nb201_space
 ) -> Arch:
-    "The cheapest architecture that computes what `arch` does: equal for those that compute the same"
+    "The cheapest architecture that computes what `arch` does"
     return _canonical()[nb201_space.check(arch)]
