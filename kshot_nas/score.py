@@ -34,8 +34,8 @@ class KShotLearner(ResumableLearner):
     "A `Learner` for a K-shot supernet; `kwargs` are those of `Learner`"
     best_arch = None             # the best architecture that a search has found
     def __init__(self,
-        dls,    # DataLoaders
-        model,  # a KShotModel: a supernet and what makes its codes
+        dls,              # DataLoaders
+        model:nn.Module,  # a KShotModel: a supernet and what makes its codes
         *args, **kwargs
     ):
         super().__init__(dls, model, *args, **kwargs)

@@ -548,9 +548,10 @@ def empty(data): return b''
 def spoil(path, damage): path.write_bytes(damage(path.read_bytes()))
 damages = truncated, flipped, foreign, empty
 
-@pytest.mark.parametrize('damage', damages, ids=lambda f: f.__name__)
-def test_damaged_files_are_made_anew(damage, calm, copy):
-    for name in 'training.csv', 'codes.npy', 'results.csv', 'finals.csv', 'best.json', 'model.pt', *onnx_files[:1]: spoil(copy/'runs/digits'/name, damage)
+def test_damaged_files_are_made_anew(calm, copy):
+    "A file is known by its digest, so it does not matter which damage meets which file"
+    files = ['training.csv', 'codes.npy', 'results.csv', 'finals.csv', 'best.json', 'model.pt', *onnx_files[:1]]
+    for name,damage in zip(random.sample(files, len(files)), itertools.cycle(damages)): spoil(copy/'runs/digits'/name, damage)
     assert job_run(copy, *light, '--resume')[::2] == (0, '')
     same(copy, calm)
     nothing_twice(copy, calm, kills=0)
