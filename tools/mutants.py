@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import json
 import os
-import random
 import resource
 import shutil
 import subprocess

@@ -159,7 +159,8 @@ def _carry_out(plan, folder, args, command, signals) -> int:
     def say(text):
         log.info(text)
         _show('  ' + text)
-    run = Run(plan, folder, args.get('workers', 1), args.get('onnx'), args.get('int8', False), bool(sys.stdout) and sys.stdout.isatty(), say)
+    shown = bool(sys.stdout) and sys.stdout.isatty()
+    run = Run(plan, folder, args.get('workers', 1), args.get('onnx'), args.get('int8', False), shown, say)
     run.start(command)
     try:
         log.info(f'{command}\n{plan}')

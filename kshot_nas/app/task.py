@@ -128,8 +128,8 @@ def warnings(self:Task) -> list:
     folders = Counter(p.name for p in {f.parent for f in self.images['train'] if isinstance(f, Path)})
     twice = [c for c in self.classes if folders[c] > 1]
     res = []
-    if twice: res.append(f"images of {', '.join(twice[:5])} are in several folders of that name: an image belongs to the "
-                         "class that its own folder is named by")
+    if twice: res.append(f"images of {', '.join(twice[:5])} are in several folders of that name: an image belongs to "
+                         "the class that its own folder is named by")
     if few.any(): res.append(f"fewer than 10 training images of {named(few)}: too few to learn from, and to judge by")
     if unseen.any(): res.append(f"no validation images of {named(unseen)}: nothing will be known about these classes")
     if most > 3*counts['train'].min(): res.append(
