@@ -199,8 +199,9 @@ def test_not_enough_room(capsys, tmp_path, monkeypatch):
     if Path('/proc').is_dir(): assert "/proc can't be written to: use another --out" in refused(capsys, tmp_path, '--out', '/proc/foo')
     monkeypatch.setattr(cli.shutil, 'disk_usage', lambda path: type('Usage', (), dict(free=1000, total=2000)))
     assert 'MB of disk, and 1.0 kB are free' in refused(capsys, tmp_path)
-    monkeypatch.setattr(plan, 'free_memory', lambda device: 1000)
-    assert 'MB of memory, and 1.0 kB are free' in refused(capsys, tmp_path)
+    for free,words in (1000, 'kB of memory, and 1.0 kB are free'), (10**6, 'MB of memory, and 1.0 MB are free'):
+        monkeypatch.setattr(plan, 'free_memory', lambda device: free)      # for a batch of images; for the whole plan
+        assert words in refused(capsys, tmp_path)
     monkeypatch.setattr(cli.os, 'access', lambda *args: False)
     assert "can't be written to" in refused(capsys, tmp_path)
 
