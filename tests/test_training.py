@@ -169,7 +169,7 @@ def test_killed_and_restarted(never_killed, tmp_path, rng):
         assert next(epoch for what,epoch in heard if what == 'before_train') == before, 'it should have gone on from the newest checkpoint'
         done,tmp = newest(tmp_path),list(tmp_path.glob('*.tmp'))
         if not halt: lost.append(heard.count(('after_step', done)))             # steps that have to be done again
-        elif halt[0] == 'unlink': assert len(checkpoints(tmp_path)) == 3
+        elif halt[0] == 'unlink': assert len(checkpoints(tmp_path)) > 2             # one too many, or two if the kill before came here, too
         else:
             assert [epoch_of(p) for p in tmp] == [done+1]
             assert zipfile.is_zipfile(tmp[0]) == (halt[0] != 'fsync')               # cut in half, or whole
