@@ -41,7 +41,7 @@ readme: $(READY) ## Write README.md from nbs/index.ipynb
 	$(BIN)/python tools/readme.py
 
 bench: $(READY) ## Measure what K-shot costs against one-shot, in about five minutes
-	$(BIN)/python benchmarks/cost.py --out runs/cost.json
+	$(BIN)/python benchmarks/cost.py
 
 bench-full: $(READY) ## The same with more repetitions, every K, and how cost grows: about an hour
 	$(BIN)/python benchmarks/cost.py --full
@@ -70,6 +70,6 @@ $(READY): $(SETUP)
 
 .venv-oldest/.ready: $(SETUP)
 	$(PYTHON) -m venv .venv-oldest
-	$(OLDEST)/pip install --quiet accelerate==1.0 pytest hypothesis pyflakes setuptools wheel pyyaml $$(sed -n 's/^requirements = //p' settings.ini | sed -E 's/>=([^ ,]+)(,[^ ]*)?/==\1/g')
+	$(OLDEST)/pip install --quiet accelerate==1.0 pytest hypothesis pyflakes 'setuptools==77.*' wheel pyyaml $$(sed -n 's/^requirements = //p' settings.ini | sed -E 's/>=([^ ,]+)(,[^ ]*)?/==\1/g')
 	$(OLDEST)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@

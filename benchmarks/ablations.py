@@ -12,7 +12,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
+from fastai.callback.core import Callback
+from fastai.metrics import AccumMetric, accuracy
 
+from kshot_nas.phases import ContrastTerm
+from kshot_nas.retrain import WeightEMA
 from kshot_nas.study.baselines import ablate, methods
 from kshot_nas.study.bench import DigitsBench, SignalsBench
 from kshot_nas.study.proxies import proxy_scores
@@ -22,11 +27,33 @@ class FirstOp(Coder):
     "An item for each operation of the first layer: few-shot NAS"
     def codes(self, archs): return torch.eye(self.k)[[a.ops[0] for a in archs]]
 
+def entropy(lam): return -(lam*lam.clamp(min=1e-9).log()).sum(-1)
+
+class Decide(Callback):
+    "Raises the mutual information of architecture and item: all items are used, each architecture uses few"
+    order,run_valid = ContrastTerm.order,False
+    def after_loss(self):
+        if self.phase == 'items': return
+        archs = self.model.net.space.sample(64, seed=7, start=64*self.model.clock.codes)
+        lam = self.model.codes_of(archs, False)
+        self.learn.loss_grad = self.loss_grad - (entropy(lam.mean(0)) - entropy(lam).mean())
+
+class Averaged(WeightEMA):
+    "Weights averaged over the last hundred steps"
+    def __init__(self): super().__init__(0.99)
+
+class loss_calibrated(AccumMetric):
+    "The loss at the best of 41 temperatures: what is left when confidence is put right"
+    def __init__(self): super().__init__(lambda z, y: min(F.cross_entropy(z*t, y) for t in torch.logspace(-1, 1, 41)), flatten=False)
+    name = property(lambda self: 'loss_calibrated', lambda self, _: None)
+
 base = dict(ratio=(5,1))                 # five steps for the items to one for the codes: see 'choosing'
 updates = dict(n_epoch=18)               # the paper's ratio, 2 epochs of warm-up and half of 16: as many updates of the items as one-shot makes in 10 epochs
 widths = partial(DigitsBench, widths=True)
+scored = dict(metrics=(accuracy, loss_calibrated), again=dict(loss_recalibrated=dict(stats='train', n_stats=40)))
+free = dict(codes_scale=0.05)              # Adam at 0.005 in place of 0.001
 one_path = dict(n_paths=6, item_paths=1)    # in a step for the items, as in the paper
-adapted = one_path|dict(adapt=(20, 60), adapt_lr=0.1)
+adapted = dict(again={f'loss_{n}': dict(adapt=n, adapt_lr=0.01) for n in (20, 60)})     # of 0.1, 0.03 and 0.01 the best on 60 of the architectures for choosing, one seed
 sets = {                                 # name: (settings by run, number of seeds, bench)
     'choosing': ({'one-shot': methods['one-shot']} | {f'K-shot, {n} to 1': dict(ratio=(n,1)) for n in (1, 2, 5, 10)}, 8, DigitsBench),
     'images':   ({n: methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'K-shot, 5 to 1': base}, 16, DigitsBench),
@@ -44,11 +71,17 @@ sets = {                                 # name: (settings by run, number of see
     'signals, paths': ({f'{n}, 4 paths': methods[n] for n in ('one-shot', 'K-shot', 'random', 'joint')}, 8, SignalsBench),
     'signals, alone': ({f'alone, {n} epochs': dict(alone=n) for n in (1, 2, 3)}, 4, SignalsBench),
     'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
-    'signals, longer': ({n: methods[n]|adapted|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
+    'signals, items': ({f'K={k}': dict(k=k) for k in (1, 2, 4, 8, 12)} | {'K=8, a code per edge': dict(code=partial(SimplexNet, per_layer=True))}, 8, SignalsBench),
+    'signals, scores': ({'K=1': scored|dict(k=1), 'K=1, averaged': dict(k=1, cbs=Averaged)}, 1, SignalsBench),
+    'signals, free codes': ({'K=8, free codes': free}, 8, SignalsBench),
+    'signals, decided': ({'K=8, decided': free|dict(cbs=Decide)}, 2, SignalsBench),
+    'signals, longer': ({f'{n}, 32 epochs': methods[n]|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
 
 def split(bench, name):
     "Architectures and the first seed of a set"
-    if isinstance(bench, SignalsBench): return bench.archs[100:300],100
+    if name == 'signals, scores': return bench.archs[:100] + bench.archs[300:],200
+    # seeds of its own, so that K=1 and K=8 add to those of 'signals, paths'
+    if isinstance(bench, SignalsBench): return bench.archs[100:300],108 if name == 'signals, items' else 100
     if bench.widths: return bench.archs,100
     order = np.random.default_rng(1).permutation(len(bench.archs))
     part,first = (order[:169], 0) if name == 'choosing' else (order[169:369], 100)

@@ -1,9 +1,9 @@
 """What K-shot weight sharing costs, as ratios within one run: time of a step, of an evaluation, memory, and growth.
 
-    python benchmarks/cost.py              # the quick set: about five minutes
-    python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows: about an hour
+    python benchmarks/cost.py              # the quick set: about five minutes; into runs/cost.json
+    python benchmarks/cost.py --full       # more repetitions, every K, and how cost grows: about an hour; into nbs/data
 
-Prints tables and writes them to nbs/data/cost.json (or --out). What is compared takes turns on the same architectures
+Prints tables and writes them to a file (or to --out). What is compared takes turns on the same architectures
 and images, and the fastest turn of each counts, so a busy machine matters little. Times are of the processor (one
 thread), or of the clock where CUDA does the work. Each table has a process of its own, and each memory figure. While
 times are measured malloc is told to keep what it has, as PyTorch does on GPUs: whether it gives memory back after a
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from functools import partial
 
 warnings.filterwarnings('ignore', message='.*torch.jit', category=FutureWarning)
@@ -25,12 +26,16 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from fastai.data.core import DataLoaders
+from fastai.losses import CrossEntropyLossFlat
 
-from kshot_nas.optimizer import phased_opt
 from kshot_nas.cost import CostTable
-from kshot_nas.layers import KLayer
+from kshot_nas.learner import kshot_learner
+from kshot_nas.mix import KLayer, Merge
 from kshot_nas.mobilenet import mobilenet_supernet
 from kshot_nas.nb201 import nb201_supernet
+from kshot_nas.optimizer import phased_opt
+from kshot_nas.score import KShotLearner
 from kshot_nas.simplex import SimplexNet
 from kshot_nas.space import Arch
 from kshot_nas.tiny import tiny_supernet
@@ -41,12 +46,26 @@ turns = 5                                     # how often each thing is measured
 device = 'cuda' if torch.cuda.is_available() else 'cpu'
 spaces = {'MobileNet 224': mobilenet_supernet,
           'MobileNet 32':  partial(mobilenet_supernet, size=32, n_out=10, strides=(1,1,2,2,1,2,1)),
-          'NAS-Bench-201': nb201_supernet}
+          'NAS-Bench-201': nb201_supernet,
+          'digits':        partial(tiny_supernet, widths=True)}
+spent = Counter()                             # seconds inside of what `timed` wraps
 
 def clock() -> float:
     if device == 'cpu': return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
+
+def timed(name, f):
+    "`f`, whose time is counted"
+    def g(*args, **kwargs):
+        t = clock()
+        try: return f(*args, **kwargs)
+        finally: spent[name] += clock()-t
+    return g
+
+KLayer.merged_params = timed('merge', KLayer.merged_params)        # a part of the forward pass
+KShotLearner.code = timed('code', KShotLearner.code)
+Merge.backward = staticmethod(timed('shares', Merge.backward))     # a part of the backward pass: gradients of K items
 
 def batch(net, bs): return torch.randn(bs, *net.in_shape, device=device),torch.randint(0, 10, (bs,), device=device)
 def sgd(params): return phased_opt([params, [], []]).opt.opts[0]           # what the learner trains items with
@@ -60,6 +79,7 @@ class Items:
     def __call__(self, arch, x, y) -> dict:
         self.net.switch(arch, self.lam)
         self.opt.zero_grad()
+        spent.clear()
         t = [clock()]
         loss = F.cross_entropy(self.net(x), y)
         t.append(clock())
@@ -67,19 +87,8 @@ class Items:
         t.append(clock())
         self.opt.step()
         t.append(clock())
-        return dict(zip(('forward', 'backward', 'optimizer'), np.diff(t)), step=t[-1]-t[0])
-
-    def merge(self, arch) -> float:
-        "Time to mix the items of a path once more: a part of the forward pass"
-        self.net.switch(arch, self.lam)
-        seen = []
-        def note(m, args): seen.append((m, m.sizes(args[0].shape[m.channel_dim])))
-        hooks = [m.register_forward_pre_hook(note) for m in self.net.modules() if isinstance(m, KLayer)]
-        self.net(torch.zeros(2, *self.net.in_shape, device=device))
-        for h in hooks: h.remove()
-        t = clock()
-        for m,sizes in seen: m.merged_params(*sizes)
-        return clock()-t
+        parts = dict(zip(('forward', 'backward', 'optimizer'), np.diff(t)), merge=spent['merge'], shares=spent['shares'])
+        return dict(step=t[-1]-t[0], **parts)
 
 class Codes:
     "Steps for the codes, as `AlternatingTraining` makes them"
@@ -128,7 +137,6 @@ def items_step(space, bs, n, ks) -> pd.DataFrame:
                 if name == 'plain network': row = dict(step=plain(model, opt))
                 else:
                     with torch.autocast(device, torch.bfloat16, enabled=name == half): row = steps[name](arch, x, y)
-                    row['merge'] = steps[name].merge(arch)
                 if turn: rows.append(dict(run=name, arch=i, **row))
     return ratios(rows, 'K=1').assign(**{'ratio to plain': ratios(rows, 'plain network').ratio})
 
@@ -145,22 +153,31 @@ def codes_step(space, bs, n, n_paths=16) -> pd.DataFrame:
     return ratios(rows, 'items')
 
 def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
-    "Evaluating an architecture on some batches: by supernets, which merge first, and by the network written by hand"
-    nets = {f'K={k}': spaces[space](k) for k in (1, 8)} | {'K=8, channels-first': spaces[space](8, channels_last=False)}
+    """Evaluating an architecture: by a learner, by its supernet alone, which merges first, and by the network written by
+    hand; loss and accuracy on the same images, laid out once"""
+    (x,y),k = batch(spaces[space](1), n_batches*bs),8
+    dls = DataLoaders.from_dsets(*[list(zip(x.cpu(), y.cpu()))]*2, bs=bs, num_workers=0, device=device)
+    learn = kshot_learner(dls, spaces[space], k=k, n_out=10, loss_func=CrossEntropyLossFlat())
+    nets = {'K=8': learn.net, 'K=1': spaces[space](1), 'K=8, channels-first': spaces[space](k, channels_last=False)}
     nets,rows,rng = {name: net.to(device).eval() for name,net in nets.items()},[],np.random.default_rng(0)
-    x,_ = batch(nets['K=1'], bs)
-    for i,arch in enumerate(nets['K=1'].space.sample(n, seed=1)):
-        models = {'plain network': by_hand(nets['K=1'], arch)} | nets                  # batch statistics everywhere
+    kept = learn.batches(1)
+    learn.model.eval()
+    def by_hand_too(model, batches):
+        with torch.inference_mode():
+            preds = [(model(x), y) for x,y in batches]
+            return [(F.cross_entropy(p, y).item(), (p.argmax(1) == y).float().mean().item()) for p,y in preds]
+    for i,arch in enumerate(learn.space.sample(n, seed=1)):
+        models = {'learner': None, 'plain network': by_hand(learn.net, arch)} | nets   # batch statistics everywhere
         for turn in range(turns):
             for name in rng.permutation(list(models)):
-                if name in nets:
-                    k = nets[name].k
-                    nets[name].switch(arch, torch.full((k,), 1/k, device=device))              # forgets what was merged
-                xs = x if 'first' in name else last(x)                                         # laid out once
+                batches = [(x.contiguous(), y) for x,y in kept] if 'first' in name else kept
+                spent.clear()
                 t = clock()
-                with torch.inference_mode():
-                    for _ in range(n_batches): models[name](xs)
-                if turn: rows.append(dict(run=name, arch=i, step=clock()-t))
+                if name == 'learner': learn.eval_arch(arch)
+                else:
+                    if name in nets: nets[name].switch(arch, torch.full((nets[name].k,), 1/nets[name].k, device=device))
+                    by_hand_too(models[name], batches)
+                if turn: rows.append(dict(run=name, arch=i, step=clock()-t, merge=spent['merge'], code=spent['code']))
     return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
 
 class Naive:
@@ -269,23 +286,24 @@ def machinery() -> pd.DataFrame:
     return pd.DataFrame({'seconds': {n: np.median([seconds(f) for _ in range(3)]) for n,f in jobs.items()}})
 
 def tables(full:bool) -> dict:
-    "What makes each table, by its title"
-    n,ks = (6, (1, 2, 4, 8, 12)) if full else (2, (1, 8))
-    sizes = [('MobileNet 224', 16), ('MobileNet 32', 128), ('NAS-Bench-201', 128)]
-    jobs = {}
+    "What makes each table, by its title; the quick set leaves out what takes long"
+    n,ks = (6, (1, 2, 4, 8, 12)) if full else (1, (1, 8))
+    sizes,jobs = [('NAS-Bench-201', 128), ('MobileNet 32', 128), ('MobileNet 224', 16)],{}
     for s,bs in sizes:
         jobs[f'step for the items, {s}, batch {bs}'] = partial(items_step, s, bs, n, ks)
     if full:
         jobs['step for the items, MobileNet 224, batch 64'] = partial(items_step, 'MobileNet 224', 64, 3, (1, 8))
         jobs['step for the codes, MobileNet 224, batch 64'] = partial(codes_step, 'MobileNet 224', 64, 1)
-    for s,bs in sizes:
-        jobs[f'evaluation, {s}, batch {bs}'] = partial(evaluation, s, bs, n if full else 1)
-        if not full and s == 'MobileNet 224': continue                          # 16 paths of each turn take long
+    jobs['evaluation, digits, batch 500'] = partial(evaluation, 'digits', 500, 20, 1)
+    for s,bs in sizes if full else sizes[:2]:
+        jobs[f'evaluation, {s}, batch {bs}'] = partial(evaluation, s, bs, n, 2)
+    for s,bs in sizes if full else sizes[:1]:
         jobs[f'step for the codes, {s}, batch {bs}'] = partial(codes_step, s, bs, n//3 or 1)
     for s,bs in [('MobileNet 32', 16)] + [('NAS-Bench-201', 16)]*full:
         jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
-    for s,bs in [('MobileNet 224', 4)] + [('NAS-Bench-201', 128), ('MobileNet 224', 16)]*full:
-        jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs, ('codes', 'naive') + ('largest',)*full)
+    large = ('NAS-Bench-201', 128), ('MobileNet 224', 4), ('MobileNet 224', 16), ('MobileNet 224', 32)
+    for s,bs in large if full else [('MobileNet 224', 8)]:
+        jobs[f'megabytes, {s}, batch {bs}'] = partial(memory, s, bs, ('codes', 'naive', 'largest')*full)
     return jobs | {'machinery': machinery} | ({'growth': growth} if full else {})
 
 def save(title, df, out):
@@ -302,19 +320,20 @@ def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--full', action='store_true', help='the long set')
     p.add_argument('--only', default='', help='only tables whose title contains this')
-    p.add_argument('--out', default='nbs/data/cost.json', help='where to write the tables')
+    p.add_argument('--out', help='where to write the tables')
     p.add_argument('--table', help=argparse.SUPPRESS)
     p.add_argument('--held', nargs=4, help=argparse.SUPPRESS)
     args = p.parse_args()
     torch.set_num_threads(1)
     if args.held: return print(json.dumps(held(args.held[0], int(args.held[1]), int(args.held[2]), args.held[3])))
     global turns
-    turns,jobs = 6 if args.full else 4,tables(args.full)
+    turns,jobs = 6 if args.full else 3,tables(args.full)
+    out = args.out or ('nbs/data/cost.json' if args.full else 'runs/cost.json')
     if args.table:
         df = jobs[args.table]()
         print(f'\n{args.table}\n{df.round(3).to_string()}', flush=True)
-        return save(args.table, df, args.out)
-    os.makedirs(os.path.dirname(args.out) or '.', exist_ok=True)
+        return save(args.table, df, out)
+    os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
     for title in jobs:                                  # a process for each: none inherits the memory of another
         if args.only in title:                          # malloc reads its settings at the start
             subprocess.run([sys.executable, *sys.argv, '--table', title], env={**os.environ, **keep}, check=True)

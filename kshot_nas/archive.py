@@ -79,13 +79,13 @@ def _connect(path):
     "A connection to the file `path`, each statement of which is one change"
     _check_locks(Path(path).parent)
     db = sqlite3.connect(path, timeout=60, isolation_level=None)
-    # Python 3.11
+    # from Python 3.11 on
     if hasattr(db, 'setlimit'): db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 10**7)
     return db
 
 def _check_schema(db):
     "Raise an error unless the file has our tables, and nothing else"
-    # SQLite's own have none
+    # SQLite's own tables have no SQL
     there = {sql for sql, in db.execute('SELECT sql FROM sqlite_master') if sql}
     if there != set(_schema): raise sqlite3.DatabaseError('its tables are malformed')
 
@@ -211,7 +211,7 @@ def read_archive(path) -> pd.DataFrame:
             raise sqlite3.DatabaseError(f"row {others['number']} is malformed") from e
     with _clear_errors(path), closing(_connect(path)) as db:
         _check_schema(db)
-        # a row may be lost, too
+        # rows have digests, but one may be missing
         if db.execute('PRAGMA integrity_check(1)').fetchone() != ('ok',):
             raise sqlite3.DatabaseError('its pages are malformed')
         found = db.execute('SELECT * FROM evaluations ORDER BY number')

@@ -176,7 +176,7 @@ def write_checkpoint(
     with open(tmp, 'wb') as f: torch.save(state, f)
     path = folder/f'epoch_{epoch:05d}-{file_digest(tmp)}.pt'
     _rename(tmp, path)
-    # later ones are damaged
+    # any later ones are damaged, or they would have been read
     older = [p for p in checkpoints(folder) if _epoch(p) <= epoch and p != path]
     kept = [p for p in older if _epoch(p) < epoch][:keep-1]
     for old in older:
@@ -242,12 +242,11 @@ def _item_changes(there, here):
     moved = len(train & valid2 - valid) + len(valid & train2 - train)
     new,gone = len((train2|valid2) - (train|valid)),len((train|valid) - (train2|valid2))
     if moved or new or gone: return [
-        f"items: {moved} changed sides between training and validation, {new} "
-        f"are new, {gone} are gone. "
-        "If the split is random, pass `seed` to the splitter: RandomSplitter(seed=42), "
+        f"items: {moved} changed sides between training and validation, {new} are new, {gone} are gone. If "
+        "the split is random, pass `seed` to the splitter: RandomSplitter(seed=42), "
         "ImageDataLoaders.from_folder(..., valid_pct=0.2, seed=42)"]
-    log.warning("the items are those of the checkpoint, but in another order: "
-                "the run is not repeated to the last bit")
+    log.warning("the items are those of the checkpoint, but in another order: the run is not repeated to "
+                "the last bit")
     return []
 
 # %% ../nbs/25_checkpoint.ipynb #e9ad1fac
@@ -278,9 +277,9 @@ class ResumableLearner(Learner):
 
     def check_finite(self):
         "Raise an error if the training has gone wrong"
-        advice = (f" after epoch {self.epoch}: look for such numbers in the "
-                  "data, try a smaller learning rate or "
-                  "gradient clipping (GradientClip(10.)); checkpoints are from before")
+        advice = (f" after epoch {self.epoch}: look for such numbers in the data, try "
+                  "a smaller learning rate or gradient clipping (GradientClip(10.)); "
+                  "checkpoints are from before")
         if not self.recorder.smooth_loss.val.isfinite(): raise FloatingPointError(
             f"the training loss is not finite{advice}")
         check_finite(get_model(self.model), advice)
@@ -299,7 +298,6 @@ class ResumableLearner(Learner):
                 self.fit(n_epoch, lr, wd=wd, cbs=[*L(cbs), *L(saver)])
                 self.check_finite()
             else:
-                log.info(f"{saver.folder} holds the finished run: nothing left "
-                         "to train")
+                log.info(f"{saver.folder} holds the finished run: nothing is left")
             return self.first < n_epoch
         finally: self.first = 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .check import instance, whole
-from .layers import KLayer
+from .mix import KLayer
 from .space import Arch, SearchSpace
 
 # %% ../nbs/16_choices.ipynb #8ea7cc64
@@ -167,11 +167,7 @@ class ChannelLabels:
             shape = shape_of(x.to('meta')).shape
             n,view = shape[m.channel_dim],[1]*len(shape)
             view[m.channel_dim] = n
-            labels = own[:n]
-            if (groups := getattr(m, 'groups', 1)) > 1:
-                means = given.view(m.groups_of(len(given)), -1).mean(1)
-                labels = labels*means.repeat_interleave(m.out_channels//groups)
-            return labels.view(view).expand(shape)
+            return own[:n].view(view).expand(shape)
         m.forward = forward
 
     def __call__(self, arch:Arch) -> dict:

@@ -19,7 +19,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import update_bn
 
 from .check import instance
-from .layers import KLayer, Mixer, kshot_form
+from .layers import kshot_form
+from .mix import KLayer, Mixer
 
 # %% ../nbs/13_convert.ipynb #a6c1ccac
 def _named(module, skip, name=''):

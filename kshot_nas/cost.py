@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .check import instance, number, sequence, whole
 from .convert import merge, track_stats
-from .layers import KLayer
+from .mix import KLayer
 from .space import Arch
 from .supernet import Supernet
 
@@ -178,7 +178,7 @@ def _look_up(self:CostTable, archs, factors):
     "The sum of the entries that `archs` select from `factors`"
     index = self.space.to_index(archs).numpy()
     res = np.zeros(len(index), dtype=np.result_type(*(t for _,t in factors)))
-    # as many as the processor's cache holds
+    # in pieces that fit into the processor's cache
     for rows in range(0, len(index), 32768):
         part = np.ascontiguousarray(index[rows:rows+32768].T)
         for columns,table in factors:
@@ -222,7 +222,7 @@ def _loaded_dice(self:CostTable, target, rng):
         return np.where(n > 0, total/np.maximum(n, 1), flops.mean())
     means = [average(*o) for o in zip(index.T, self.space.counts)]
     def draw(n, beta):
-        probs = [softmax(-beta*(m - flops.mean())/flops.std()) for m in means]
+        probs = [softmax(-beta*m/flops.std()) for m in means]
         return np.stack([rng.choice(len(p), n, p=p) for p in probs], 1)
     low,high = -200.,200.
     for _ in range(30):  # bisection: a larger beta makes it cheaper

@@ -45,12 +45,10 @@ def _refuse_other_tasks(x, y):
     "Raise an error for text, tables and masks"
     def whole(t): return isinstance(t, Tensor) and not t.is_floating_point()
     if not isinstance(x, Tensor) or (whole(x) and x.ndim == 2): raise TypeError(
-        "the inputs are words or columns of a table: supernets are made for "
-        "images and signals, not for text or "
-        "tabular data")
+        "the inputs are words or columns of a table: supernets are made for images and signals, not for "
+        "text or tabular data")
     if whole(y) and y.ndim > 2: raise TypeError(
-        "the targets are masks: supernets give one answer for an image, which is "
-        "not enough for segmentation")
+        "the targets are masks: supernets give one answer for an image, which is not enough for segmentation")
 
 # %% ../nbs/35_data.ipynb #62d10b9b
 def _mixed(idxs, most=None):
@@ -73,9 +71,9 @@ def fixed_batches(
 ) -> list:
     "The batches of `dl` in a fixed order that mixes classes"
     if not len(dl.dataset): raise ValueError(
-        "there are no images to evaluate on: the validation set (or, for `stats` "
-        "and `subnet`, the training set) is "
-        "empty. Does the learner come from a file? Give it data: `learn.dls = dls`")
+        "there are no images to evaluate on: the validation set (or, for `stats` and "
+        "`subnet`, the training set) is empty. Does the learner come from a file? "
+        "Give it data: `learn.dls = dls`")
     bs = batch_size(len(dl.dataset), bs or dl.bs)
     order = partial(_mixed, most=None if n is None else n*bs)
     workers = dl.fake_l.num_workers if n is None else 0
@@ -96,10 +94,9 @@ def _kept(dl, device, limit):
     for b in dl:
         batches.append(tuple(map(_laid_out, to_device(b, device))))
         size += sum(t.numel()*t.element_size() for t in b if isinstance(t, Tensor))
-        if size >= limit: return dl
+        if size > limit: return dl
     if not all(t.isfinite().all() for *xb,_ in batches for t in xb if isinstance(t, Tensor)): raise ValueError(
-        "there are NaN or infinite values in the images to evaluate on, which "
-        "would spoil whole batches: "
+        "there are NaN or infinite values in the images to evaluate on, which would spoil whole batches: "
         "mend or remove these images")
     return batches
 
@@ -149,7 +146,8 @@ def supernet_for(
     offered = dict(k=8 if k is None else k, n_in=shape[0] if n_in is None else n_in,
                    n_out=n_classes(dls, n_out))
     if len(shape) == 3:
-        offered['size'] = shape[1] if shape[1] == shape[2] else shape[1:]
+        _,h,w = shape
+        offered['size'] = h if h == w else (h, w)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made,rest = _call(supernet, offered, kwargs)
@@ -162,17 +160,15 @@ def _check_fit(net, x, said):
     "Refuse data that `net` is not made for, and numbers that contradict what it is"
     shape,dtype = tuple(x.shape[1:]),next(net.parameters()).dtype
     if net.in_shape is not None and shape != net.in_shape: raise ValueError(
-        f"the supernet is made for inputs of shape {net.in_shape}, on which its "
-        "costs depend, and those of the data "
-        f"have {shape}: make it for these, by `size`, `n_in` or `in_shape`")
+        f"the supernet is made for inputs of shape {net.in_shape}, on which its costs depend, and those of "
+        f"the data have {shape}: make it for these, by `size`, `n_in` or `in_shape`")
     if x.dtype != dtype: raise TypeError(
-        f"the inputs of the data are {x.dtype} and the weights of the supernet "
-        f"{dtype}: "
-        "convert one to the other, say by `x.float()`")
+        f"the inputs of the data are {x.dtype} and the weights of the supernet {dtype}: convert one to the "
+        "other, say by `x.float()`")
     with torch.no_grad():
         out = net.skeleton()(x[:2].to('meta')) if said.get('n_out') else None
     has = dict(k=net.k, n_in=shape[0], n_out=None if out is None else out.shape[-1])
     for name,v in said.items():
         if v is not None and v != has[name]: raise ValueError(
-            f"{name}={v} contradicts the supernet, which has {name}={has[name]}: "
-            "leave it out, or make another supernet")
+            f"{name}={v} contradicts the supernet, which has {name}={has[name]}: leave it out, or make "
+            "another supernet")

@@ -85,14 +85,14 @@ def _evaluate_here(problem:ArchProblem, archs:list) -> Iterator:
 def _evaluator(problem:ArchProblem, workers:int) -> Iterator:
     "A function that evaluates a list of architectures, here or elsewhere"
     backend,n_jobs = get_active_backend()
-    # nobody asks for workers
+    # one worker and no other backend: nobody has asked for workers
     if workers == 1 and n_jobs in (None, 1) and isinstance(backend, LokyBackend):
         yield partial(_evaluate_here, problem)
         return
     package = np.frombuffer(cloudpickle.dumps(problem.evaluate), dtype=np.uint8)
     about = _versions(),torch.get_num_threads(),os.getpid(),problem.metric
     args = hashlib.sha256(package).hexdigest(),package,*about
-    # then no result waits for a slower one
+    # unordered, no result waits for a slower one
     unordered = getattr(backend, 'supports_return_generator', False)
     with employ(None if workers == 1 else workers, max_nbytes=1000,
                 return_as='generator_unordered' if unordered else 'list') as run:
@@ -110,9 +110,9 @@ def _evaluate_there(work:Callable, archs:list, tries=3) -> Iterator:
             return
         except CancelledError as e: lost = e
     raise RuntimeError(f"workers were lost {tries} times, the last time with "
-                       f"{len(left)} architectures to evaluate: "
-                       "have they enough memory? Then search again, with an "
-                       "archive nothing is lost") from lost
+                       f"{len(left)} architectures to evaluate: have they enough "
+                       "memory? Then search again, with an archive nothing is "
+                       "lost") from lost
 
 # %% ../nbs/29_evaluate.ipynb #27d88aa6
 class Evaluations:

@@ -80,9 +80,8 @@ def classifier_of(
     hows = {ResizeMethod.Squish: 'squish', ResizeMethod.Crop: 'crop'}
     if resize is None or resize.method not in hows: raise ValueError(
         "how images were resized can't be read off the data: use Resize(size, "
-        "ResizeMethod.Squish) or "
-        "ResizeMethod.Crop as item transform, or make a Classifier(learn.model, "
-        "classes, size, mean, std) yourself")
+        "ResizeMethod.Squish) or ResizeMethod.Crop as item transform, or make a "
+        "Classifier(learn.model, classes, size, mean, std) yourself")
     stats = dict(mean=norm.mean, std=norm.std) if norm is not None else {}
     stats = {n:v.flatten().tolist() for n,v in stats.items()}
     return Classifier(learn.model, learn.dls.vocab, shape[1:],
@@ -237,9 +236,9 @@ def save_model(
             load_model(tmp)
         except (AttributeError, TypeError, ValueError, pickle.PickleError) as e:
             raise TypeError(
-                "info must hold nothing but numbers, text, tensors, and lists, "
-                "tuples and dicts of them, and the network "
-                f"no functions: {e}. learn.export() has no such limits") from e
+                "info must hold nothing but numbers, text, tensors, and lists, tuples "
+                f"and dicts of them, and the network no functions: {e}. learn.export() "
+                "has no such limits") from e
     return Path(path)
 
 def load_model(
@@ -258,11 +257,11 @@ def load_model(
         model = saved['model']
         tensors = model.state_dict().values()
         if any(t.is_meta for t in tensors):         # else they would take memory by now
-            raise ValueError("it asks for layers to be made, of any size, "
-                             "instead of holding them")
+            raise ValueError("it asks for layers to be made, of any size, instead of "
+                             "holding them")
         if sum(t.nbytes for t in tensors) > 10*Path(path).stat().st_size:
-            raise ValueError("a few numbers of it stand for many more, which may "
-                             "take any memory")
+            raise ValueError("a few numbers of it stand for many more, which may take "
+                             "any memory")
         model.arch,model.info = Arch.parse(saved['arch']),saved['info']
     except Exception as e:
         raise ValueError(f"{path} is damaged, or was not written by `save_model` "

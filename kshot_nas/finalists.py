@@ -6,8 +6,9 @@
 __all__ = ['distance', 'spread_out', 'halving_rounds', 'halve', 'equal_cost', 'Trainings', 'Finalists', 'plot_finals']
 
 # %% ../nbs/39_finalists.ipynb #621a309b
-import hashlib, os, tempfile
+import hashlib, math, os, tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,9 +93,8 @@ def equal_cost(
             if new := [a for a in drawn if a not in archs and a not in res]: break
         else:
             raise ValueError(f"there are no {2*len(archs)} architectures within "
-                             f"{most:,} multiply-adds, which "
-                               f"{len(archs)} finalists and as many others would "
-                               "be: use fewer")
+                               f"{most:,} multiply-adds, which {len(archs)} finalists "
+                               "and as many others would be: use fewer")
         res.append(new[0])
     return res
 
@@ -129,14 +129,20 @@ def _train(dls, model, n_epoch, seed, folder, kwargs, cbs=None, threads=None, pi
     "Train a network, or what is left of its training, and write its curve"
     if threads: torch.set_num_threads(threads), end_with(pid)
     learn = retrain_learner(dls, model, seed=seed, **kwargs)
+    failure = None
     with learn.no_bar(), learn.no_logging():
-        learn.fit_retrain(n_epoch, checkpoint=folder, keep=1, cbs=cbs)
-    curve = pd.DataFrame(list(map(list, learn.recorder.values)),
-                         columns=list(learn.recorder.metric_names)[1:-1])
-    text = curve.assign(epoch=range(1, n_epoch+1)).to_csv(index=False).encode()
+        try: learn.fit_retrain(n_epoch, checkpoint=folder, keep=1, cbs=cbs)
+        except FloatingPointError as e: failure = e
+    names = list(learn.recorder.metric_names)[1:-1]
+    rows = [[math.nan]*len(names)] if failure else map(list, learn.recorder.values)
+    curve = pd.DataFrame(list(rows), columns=names)
+    curve['epoch'] = range(1, len(curve)+1)
+    text = curve.to_csv(index=False).encode()
     name = f'curve-{hashlib.sha256(text).hexdigest()[:16]}.csv'
     with published(folder/name) as tmp: tmp.write_bytes(text)
-    return None if threads else learn              # a process has no use for it
+    if threads: return                             # a process has no use for it
+    if failure: raise failure
+    return learn
 
 def _read_curve(folder) -> pd.DataFrame|None:
     "The curve of a training that has come to its end, if it is as it was written"
@@ -146,11 +152,12 @@ def _read_curve(folder) -> pd.DataFrame|None:
 # %% ../nbs/39_finalists.ipynb #c99e7e80
 @patch
 def curves(self:Trainings, archs:list, n_epoch:int, seed:int=0) -> list:
-    "Losses and metrics after every epoch, of networks that are trained if need be"
+    "Losses and metrics after every epoch, trained if need be; gaps if one diverged"
     folders = {a:self.at(a, n_epoch, seed) for a in archs}
     todo = [a for a,f in folders.items() if _read_curve(f) is None]
     if self.workers == 1 or len(todo) < 2:
-        for a in todo: self.learner(a, n_epoch, seed)
+        for a in todo:
+            with suppress(FloatingPointError): self.learner(a, n_epoch, seed)
     else:
         rest = self.kwargs,None,torch.get_num_threads(),os.getpid()
         jobs = [(self.dls, self.make(a), n_epoch, seed, folders[a], *rest)
@@ -205,7 +212,7 @@ def finalists(self:KShotLearner,
     groups = dict(finalist=archs)
     if rivals: groups['random'] = equal_cost(table, archs, most, seed)
     folder = Path(tempfile.mkdtemp() if folder is None else folder)
-    # no classes: the same goal
+    # what is no classification keeps its loss and metrics
     if not isinstance(self.loss_func, (CrossEntropyLossFlat, nn.CrossEntropyLoss)):
         mets = [m for m in self.metrics if not isinstance(m, ValueMetric)]
         kwargs = dict(loss_func=self.loss_func, metrics=mets) | kwargs
@@ -217,11 +224,12 @@ def finalists(self:KShotLearner,
         new = trainings.curves(archs, epochs, seed)
         curves.extend(new)
         metric = _column(found.metric, new[0])
-        return [direction(metric)*c[metric].iloc[-1] for c in new]
+        last = [direction(metric)*c[metric].iloc[-1] for c in new]
+        return [-math.inf if math.isnan(m) else m for m in last]
     for role,archs in groups.items():
         rows += [dict(role=role, **row) for row in halve(archs, n_epoch, train)]
     metric,rows = _column(found.metric, curves[0]),pd.DataFrame(rows)
-    rows[metric] = direction(metric)*rows.pop('merit')
+    rows[metric] = direction(metric)*rows.pop('merit').replace(-math.inf, math.nan)
     rows['flops'] = table.flops(list(rows.arch)).tolist()
     return Finalists(rows, pd.concat(curves, ignore_index=True), metric, trainings,
                      seed)

@@ -72,6 +72,7 @@ def simplex_project(
     n = torch.arange(1, v.shape[-1]+1, dtype=v.dtype, device=v.device)
     mu = (u.cumsum(-1) - 1)/n  # what to subtract if the first n entries stay
     rho = (u > mu).sum(-1, keepdim=True)  # how many entries stay positive
+    # on the simplex: eq. sharing:simplex
     return (v - mu.gather(-1, rho-1)).clamp(min=0).movedim(-1, dim)
 
 # %% ../nbs/10_lowrank.ipynb #c99f3e02

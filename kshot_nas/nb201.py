@@ -266,7 +266,7 @@ def _by_arch(df, name):
     df = df.set_index(pd.Index(archs, name='arch', dtype=object))[accs + costs]
     if df.index.has_duplicates: raise ValueError(f"{name} has {df.index[df.index.duplicated()][0]} twice")
     df = df.apply(pd.to_numeric, errors='coerce').astype(float)
-    # nan is not between
+    # NaN is not between them, either
     bad = ~df[accs].apply(lambda col: col.between(0, 100)).all(axis=1)
     if bad.any(): raise ValueError(f"{name}: the accuracies of {df.index[bad][0]} must be numbers from 0 to 100")
     return df

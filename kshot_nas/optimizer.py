@@ -14,7 +14,7 @@ from fastai.optimizer import OptimWrapper
 from fastcore.basics import patch
 from torch import nn
 
-from .layers import KLayer
+from .mix import KLayer
 
 # %% ../nbs/32_optimizer.ipynb #ba143689
 _norms = nn.modules.batchnorm._BatchNorm,nn.LayerNorm,nn.GroupNorm
@@ -24,7 +24,7 @@ def kshot_splitter(model:nn.Module) -> list:
     weights,rest = [],[]
     for m in model.net.modules():
         for name,p in m.named_parameters(recurse=False):
-            # a vector, of which there may be K
+            # scales and biases are vectors, of which there may be K
             plain = p.ndim - isinstance(m, KLayer) < 2
             (rest if plain or isinstance(m, _norms) else weights).append(p)
     return [weights, rest, list(model.coder.parameters())]
@@ -36,6 +36,8 @@ class PhasedOptimizer:
                  codes:torch.optim.Optimizer=None, codes_scale:float=1.):
         self.opts = [o for o in (items, codes) if o is not None]
         self.codes_scale,self.active = codes_scale,('items', 'codes')
+        for g in codes.param_groups if codes else ():
+            g['own_decay'] = g.get('weight_decay', 0.)
         if codes is None: self.empty = {**items.param_groups[0], 'params': []}
 
     @property
@@ -57,7 +59,7 @@ class PhasedOptimizer:
             said = [(g['lr'], g.get('weight_decay')) for g in o.param_groups]
             for g in o.param_groups:
                 g['lr'] = float(g['lr'])*(self.codes_scale if name == 'codes' else 1.)
-                if not g.get('decay', True): g['weight_decay'] = 0.
+                if 'own_decay' in g: g['weight_decay'] = g['own_decay']
             o.step()
             for g,(lr,wd) in zip(o.param_groups, said):
                 g['lr'] = lr
@@ -98,7 +100,7 @@ class FusedSGD(torch.optim.SGD):
 def phased_opt(
     params:list,          # three lists of parameters, as kshot_splitter makes them
     lr:float=0.12,        # learning rate of the items
-    wd:float=0.,          # weight decay of the items' weights, not of norms and biases
+    wd:float=0.,          # weight decay of the items' weights, of nothing else
     items=None,           # makes the optimizer of the items; SGD with momentum if None
     codes=None,           # makes the optimizer of the codes; Adam if None
     codes_scale:float=0.01# learning rate of the codes, relative to that of the items
@@ -107,7 +109,7 @@ def phased_opt(
     def sgd(p, lr): return FusedSGD(p, lr=lr, momentum=0.9, nesterov=True)
     def adam(p, lr): return torch.optim.Adam(p, lr=lr, fused=True)
     weights,rest,sigma = (list(p) for p in params)
-    opt = (items or sgd)([dict(params=weights), dict(params=rest, decay=False)], lr=lr)
+    opt = (items or sgd)([dict(params=weights), dict(params=rest, own_decay=0.)], lr=lr)
     if wd:
         for g in opt.param_groups: g['weight_decay'] = wd
     opt_codes = (codes or adam)(sigma, lr=lr) if sigma else None

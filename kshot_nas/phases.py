@@ -35,7 +35,7 @@ class Clock(nn.Module):
         self.joint,self.learned = joint,learned
         self.ratio = tuple(whole(n, 'each number of ratio', least)
                            for n,least in zip(ratio, (1, 0)))
-        # warm: `items` in the warm-up
+        # steps so far; `warm` of those for the items were in the warm-up
         self.epochs = self.items = self.codes = self.warm = 0
 
     def get_extra_state(self):
@@ -148,7 +148,7 @@ class AlternatingTraining(Callback):
         return Paths(archs, model.codes_of(archs, False), frozen=clock.phase == 'codes')
 
     def before_batch(self):
-        # a plain network that predicts
+        # a plain network that predicts needs no paths
         if not isinstance(self.model, KShotModel): return
         if self.training:
             self.learn.phase,self.learn.paths = self.model.clock.phase,self.step_paths()

@@ -157,8 +157,7 @@ def everything(self:ArchProblem) -> list:
     "All architectures within the limits"
     if not self.enumerable:
         raise ValueError(f"{self.space.size:,} architectures are too many to go "
-                         f"through (more than {2**16:,}); "
-                         "use how='nsga2' or 'random'")
+                         f"through (more than {2**16:,}); use how='nsga2' or 'random'")
     return self._affordable or self._refuse(list(self.space), 'of this space')
 
 # %% ../nbs/28_problem.ipynb #7252f0e7

@@ -29,12 +29,10 @@ def _table(x, name):
             x = pd.DataFrame(list(x.values()), pd.Index(list(x), tupleize_cols=False))
         x = pd.DataFrame(x).astype(float)
     except (TypeError, ValueError, OverflowError) as e:
-        raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a "
-                        f"dict by architecture: {e}") from None
+        raise TypeError(f"`{name}` must hold numbers, as an array, a Series or a dict by architecture: {e}") from None
     if not x.index.is_unique: raise ValueError(
-        f"`{name}` has a key more than once: "
-        f"{_few(x.index[x.index.duplicated()].unique())}. Count every architecture "
-        "once, such as by `x[~x.index.duplicated()]`, or give arrays without keys")
+        f"`{name}` has a key more than once: {_few(x.index[x.index.duplicated()].unique())}. Count every "
+        "architecture once, such as by `x[~x.index.duplicated()]`, or give arrays without keys")
     return x.set_axis([name], axis=1) if list(x.columns) == [0] else x
 
 # %% ../nbs/26_rank.ipynb #dd3071ee
@@ -44,8 +42,7 @@ def _by_position(tables, keys):
     if len({len(t) for t in tables.values()}) > 1:
         raise ValueError(f"not of the same architectures: {rows}")
     if not all(k.equals(keys[0]) for k in keys): raise ValueError(
-        f"not in the same order, and without keys for all of them: {rows}. Give "
-        "keys to all")
+        f"not in the same order, and without keys for all of them: {rows}. Give keys to all")
     return {name:t.set_axis(keys[0]) for name,t in tables.items()} if keys else tables
 
 def _align(**given):
@@ -62,10 +59,9 @@ def _align(**given):
     tables = {name:t.reindex(index) for name,t in tables.items()}
     for name,t in tables.items():
         bad = index[~np.isfinite(t).all(axis=1)]
-        if len(bad): raise ValueError(f"`{name}` is missing or not finite at "
-                                      f"{_few(bad)}: such an architecture "
-                                      "has no rank. Leave it out everywhere, or "
-                                      "give it the worst value")
+        if len(bad): raise ValueError(f"`{name}` is missing or not finite at {_few(bad)}: such an "
+                                      "architecture has no rank. Leave it out everywhere, or give it the "
+                                      "worst value")
     return tables
 
 def _pair(pred, true):
@@ -73,8 +69,7 @@ def _pair(pred, true):
     tables = _align(pred=pred, true=true)
     for name,t in tables.items():
         if t.shape[1] != 1:
-            raise ValueError(f"`{name}` must have one number per architecture; "
-                             f"got {t.shape[1]}")
+            raise ValueError(f"`{name}` must have one number per architecture; got {t.shape[1]}")
     return [t.to_numpy()[:,0].copy() for t in tables.values()]
 
 # %% ../nbs/26_rank.ipynb #1b32e306

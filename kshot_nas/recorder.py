@@ -41,23 +41,21 @@ class CodeRecorder(Callback):
         if self.epoch or self.pred.ndim != 2: return
         if self.y.ndim != 1 or self.y.is_floating_point(): return       # no classes
         n = self.pred.shape[1]
-        # -100: left out by torch's losses
+        # torch's losses leave out -100
         odd = self.y[(self.y >= n) | (self.y < 0) & (self.y != -100)]
         if len(odd): raise ValueError(
-            f"there is an image of class {odd[0].item()}, but the network has "
-            f"{n} outputs, for classes 0 to {n-1}: "
-            "check the labels, and `dls.c` or `n_out`")
+            f"there is an image of class {odd[0].item()}, but the network has {n} "
+            f"outputs, for classes 0 to {n-1}: check the labels, and `dls.c` or "
+            "`n_out`")
 
     def after_loss(self):
         if self.loss_grad.ndim: raise ValueError(
-            "the loss function must return one number; "
-            f"got a tensor of shape {tuple(self.loss_grad.shape)}. Use "
-            "reduction='mean'")
+            "the loss function must return one number; got a tensor of shape "
+            f"{tuple(self.loss_grad.shape)}. Use reduction='mean'")
         if not math.isfinite(loss := self.loss.item()): raise FloatingPointError(
-            f"the loss is {loss} in epoch {self.epoch}, batch {self.iter} (a "
-            f"step for the {self.phase}): try a smaller "
-            "learning rate, gradient clipping (GradientClip(10.), as the "
-            "gradient of K items is longer than that of "
+            f"the loss is {loss} in epoch {self.epoch}, batch {self.iter} (a step for "
+            f"the {self.phase}): try a smaller learning rate, gradient clipping "
+            "(GradientClip(10.), as the gradient of K items is longer than that of "
             "one), or bf16 instead of fp16; is there a NaN in the data?")
         term = getattr(self.learn, 'contrast_term', None)
         r = math.nan if term is None or term.value is None else term.value.item()
@@ -66,7 +64,7 @@ class CodeRecorder(Callback):
     def after_train(self):
         with torch.no_grad(): self.codes.append(self.model.codes_of(self.archs).cpu())
         if (rec := getattr(self.learn, 'recorder', None)) is not None:
-            # fastai would keep tensors
+            # numbers, where fastai would keep tensors
             rec.losses[-self.n_iter:] = map(float, rec.losses[-self.n_iter:])
 
 # %% ../nbs/34_recorder.ipynb #0e50f974

@@ -50,7 +50,7 @@ class SearchResult:
     @property
     def best(self) -> Arch:
         "The best architecture"
-        return self.ranking.arch.iloc[0]
+        return self.ranking.arch.iloc[0]        # arg max: eq. k_search
 
 # %% ../nbs/30_result.ipynb #63bb60ff
 @patch

@@ -68,7 +68,7 @@ def decay_splitter(model:nn.Module) -> list:
 
 def rmsprop_opt(
     params:list,        # two lists of parameters: with weight decay and without
-    lr:float=0.128,     # learning rate
+    lr:float,           # learning rate
     wd:float=1e-5,      # weight decay of the first
     **kwargs
 ) -> OptimWrapper:
@@ -208,9 +208,8 @@ def _draw_weights(model, seed):
     def has_own(m): return any(True for _ in m.parameters(recurse=False))
     own = {n or type(m).__name__:m for n,m in model.named_modules() if has_own(m)}
     if odd := [n for n,m in own.items() if not hasattr(m, 'reset_parameters')]: raise ValueError(
-        f"cannot draw fresh weights for {', '.join(odd)}, which have no "
-        "`reset_parameters`: "
-        "initialize the model yourself and pass weights='inherit'")
+        f"cannot draw fresh weights for {', '.join(odd)}, which have no `reset_parameters`: initialize the "
+        "model yourself and pass weights='inherit'")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         for m in model.modules():
@@ -255,7 +254,7 @@ def retrain_learner(
     classes = CrossEntropyLossFlat, LabelSmoothingCrossEntropyFlat, nn.CrossEntropyLoss
     if metrics is None and isinstance(loss_func, classes): metrics = accuracy
     if weights == 'fresh': _draw_weights(model, seed)
-    # for those who export it
+    # the shape of an input, for those who export the model
     model.in_shape = tuple(dls.valid.one_batch()[0].shape[1:])
     learn = RetrainLearner(dls, model, loss_func=loss_func,
                            opt_func=partial(rmsprop_opt, wd=wd),
@@ -318,7 +317,7 @@ def fit_retrain(self:RetrainLearner,
                       images=len(self.dls.train_ds), **self.recipe)
         saver = _Saver(checkpoint, config, keep, item_ids(self.dls))
         saver.load(self)
-    # finished before: as it was at its end
+    # finished before: show what was recorded then
     if not self.fit_rest(n_epoch, lr, saver, cbs=[sched, *L(cbs)]):
         self.recorder.before_fit()
         saver.recall(self.recorder)

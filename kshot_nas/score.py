@@ -88,7 +88,7 @@ def eval_arch(self:KShotLearner,
 ) -> dict:
     "Loss and metrics of `arch` on the validation set, with borrowed weights"
     one_of(stats, 'stats', ('batch', 'train'))
-    lam = self.code(arch) if lam is None else lam       # π(a; σ*): eq. k_search
+    lam = self.code(arch) if lam is None else lam       # π(a, c; σ*)
     training = self.model.training
     running = [m for m in self.net.norms if m.running_mean is not None]
     try:
@@ -101,7 +101,8 @@ def eval_arch(self:KShotLearner,
         kept = self.net.frozen() if running else nullcontext()
         with torch.inference_mode(), kept, self.net.use(arch, lam):
             for m in running: m.train()     # the statistics of the batch
-            return self._measure(self.net)  # Acc_val(a, Θ*·π(a; σ*)): eq. k_search
+            # Acc_val(a, Θ*·π(a; σ*)): eq. k_search, with widths eq. search_channels
+            return self._measure(self.net)
     finally:
         for m in running: m.eval()
         if training: self.model.train()
@@ -115,8 +116,10 @@ def _measure(self:KShotLearner, model) -> dict:
     for *xb,yb in self.batches(1):
         self.xb,self.yb = tuple(xb),(yb,)
         self.pred = to_float(model(*xb))
-        self.loss = self.loss_func(self.pred, yb)
-        for m in mets: m.accumulate(self)
+        # fastai's tensors would ask Python at each operation of loss and metrics
+        with torch._C.DisableTorchFunctionSubclass():
+            self.loss = self.loss_func(self.pred, yb)
+            for m in mets: m.accumulate(self)
     res = dict(zip(['loss', *mets[1:].attrgot('name')], (float(m.value) for m in mets)))
     # to a metric, NaN may look like some class
     if np.isnan(res['loss']): return dict.fromkeys(res, float('nan'))

@@ -102,7 +102,7 @@ class PaperNSGA2(NSGA2):
                              algorithm=self, random_state=self.random_state)
         off = self._fill_up(off)
         if len(off): return off
-        # everything there is has been evaluated
+        # nothing is left to evaluate
         self.termination.force_termination = True
 
 # %% ../nbs/31_search.ipynb #2127b76d
@@ -146,7 +146,7 @@ def search(
     if max_flops is not None or min_flops is not None:
         limits = {'flops': (min_flops, max_flops), **(limits or {})}
     problem = _problem_of(problem, kwargs).within(**(limits or {}))
-    # an error if nothing is within the limits
+    # raises an error if nothing is within the limits
     problem.draw(1, np.random.default_rng(seed))
     run = Evaluations(problem, archive, workers, seed, retry,
                       _progress(progress, problem, how, pop*gens))

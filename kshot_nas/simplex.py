@@ -30,9 +30,9 @@ class Coder(nn.Module):
         if per_layer and not space.ops:
             raise ValueError(
                 "per_layer needs layers with ops; this space only has widths")
-        # of the answer for one architecture
+        # the shape of one architecture's code
         self.shape = (len(space.ops), self.k) if per_layer else (self.k,)
-        # has the module's device and dtype
+        # a tensor that knows the module's device and dtype
         self.register_buffer('like', torch.empty(0), persistent=False)
 
     def forward(self, archs:list) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from .check import one_of
 from .choices import Choices, OpChoice, WidthChoice, check_ops, check_widths, skeleton
 from .convert import batch_norms, kshotify, merge, recalibrate, track_stats
-from .layers import KLayer, check_code, to_channels_last
+from .layers import to_channels_last
+from .mix import KLayer, check_code
 from .space import Arch
 
 # %% ../nbs/19_supernet.ipynb #4b39aab0
@@ -41,7 +42,7 @@ class Supernet(nn.Module):
         self.in_shape = None if in_shape is None else check_shape(in_shape)
         self.in_use,self.before,self.stack = None,None,[]           # for `use`
         self.choices,self.norms = Choices(self.net),batch_norms(self.net)
-        # found once: there may be thousands of modules
+        # listed once, since there may be thousands of modules
         self.weights = list(self.net.parameters())
         self._number_layers()
         self._remember_start()
@@ -59,11 +60,11 @@ class Supernet(nn.Module):
     def cuts(self): return self.choices.cuts
     def forward(self, x):
         s = self.in_shape
-        # layers would cut themselves to fit
+        # else layers would cut themselves to fit what is given
         if s is not None and (x.ndim != len(s)+1 or x.shape[1] != s[0]):
             raise ValueError(f"this supernet takes batches of inputs of shape {s}; "
                              f"got {tuple(x.shape)}")
-        # a tensor of fastai's asks Python at each operation
+        # plain tensors: fastai's ask Python at every operation
         return self.net(x if type(x) is Tensor else x.as_subclass(Tensor))
     def skeleton(self): return skeleton(self)
 
@@ -172,7 +173,7 @@ def _probe(self:Supernet):
 def _redraw(net):
     "Draw the parameters of `net` anew; what can't be drawn gets its first values"
     for m in net.modules():
-        # attention has the former
+        # torch's attention has the one with an underscore
         for name in ('_reset_parameters', 'reset_parameters'):
             if hasattr(m, name): getattr(m, name)()
         for n,p in m.__dict__.get('start', {}).items(): m._parameters[n].copy_(p)

@@ -1,4 +1,5 @@
 "The command `kshot_search`: what it leaves behind, interrupted, and asked for what can't be."
+import io
 import json
 import os
 import re
@@ -471,7 +472,7 @@ def pets_folder(tmp_path):
 
 def move_away(what, epoch):
     "Rename the folder of images after an epoch"
-    from kshot_nas.app.run import Follow
+    from kshot_nas.app.pace import Follow
     real = Follow.after_epoch
     def after_epoch(self):
         real(self)
@@ -528,8 +529,9 @@ def test_loops_and_pipes(capsys, tmp_path, monkeypatch):
     (tmp_path/'pets/cat/loop').symlink_to('..')
     (tmp_path/'pets/dog/loop').symlink_to('../..')
     os.mkfifo(tmp_path/'pets/cat/pipe.png')
-    assert cli.main('--dry-run --data pets --bs 4 --size 16'.split()) == 0
+    assert cli.main('--dry-run --data pets/cat/.. --bs 4 --size 16'.split()) == 0
     out = capsys.readouterr().out
+    assert f"  out      {Path('runs/pets')};" in out
     assert 'pets: 2 classes, 20 training, 4 validation and 0 test images' in out and 'links to folders seen before' in out and '1 names that are not of files' in out
 
 def test_names_that_steer_a_terminal(capsys, tmp_path, monkeypatch):
@@ -539,6 +541,15 @@ def test_names_that_steer_a_terminal(capsys, tmp_path, monkeypatch):
     assert cli.main(['--dry-run', '--data', 'gone\x1b[31m']) == 2
     out,err = capsys.readouterr()
     assert 'pets\\x1b[31m\\x07: 2 classes' in out and 'gone\\x1b[31m' in err and '\x1b' not in out + err
+
+@pytest.mark.parametrize('encoding', ['ascii', 'utf-8'])
+def test_names_that_a_terminal_lacks(encoding, capsys, tmp_path, monkeypatch):
+    "They are spelled out: no reason to stop"
+    monkeypatch.chdir(tmp_path)
+    images(tmp_path/'pets\udce9😀', n=12)
+    monkeypatch.setattr(sys, 'stdout', io.TextIOWrapper(out := io.BytesIO(), encoding=encoding))
+    assert cli.main(['--dry-run', '--data', 'pets\udce9😀', '--bs', '4', '--size', '16']) == 0
+    assert rf'pets\udce9{"😀" if encoding == "utf-8" else chr(92)+"U0001f600"}: 2 classes' in out.getvalue().decode()
 
 # Damaged files -------------------------------------------------------------------------------------------------------------------
 
@@ -634,7 +645,7 @@ def test_extended(calm, tmp_path):
 def test_only_needed_checkpoints_are_left(calm):
     folder = calm/'runs/digits/checkpoints'
     assert [len(list(d.glob('epoch_*.pt'))) for d in (folder/'supernet', folder/'alone')] == [1, 0]
-    assert sum(1 for _ in (folder/'alone').rglob('epoch_*.pt')) == 2*2 and sum(1 for _ in (folder/'alone').rglob('curve-*.csv')) > 2*2
+    assert sum(1 for _ in (folder/'alone').rglob('epoch_*.pt')) == 4 + 2 and sum(1 for _ in (folder/'alone').rglob('curve-*.csv')) > 2*2
 
 def test_useless_budgets_are_told(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -650,7 +661,7 @@ def test_dry_run_says_how_long(capsys, tmp_path, monkeypatch):
 
 def hurry():
     "Let a run tell its pace all the time"
-    from kshot_nas.app.run import Pace
+    from kshot_nas.app.pace import Pace
     init = Pace.__init__
     def eager(self, work, say, every=0.): init(self, work, say, every)
     Pace.__init__ = eager

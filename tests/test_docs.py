@@ -143,7 +143,7 @@ widest = 88        # columns that fit beside the sidebar; the style sheet wraps 
 
 def test_readers_see_the_whole_line(processed):
     lines = [(f, line) for f,c in every(processed, shown) if not is_entry(c) for line in c['source'].splitlines()
-             if not line.startswith('#|') and not f.startswith('app/')]          # the command's pages are for who changes it
+             if not line.startswith('#|')]
     lines += [(f, line) for f,c in every(processed, lambda c: c['cell_type'] == 'markdown')
               for block in re.findall(r'^```[^\n]*\n(.*?)^```', c['source'], re.M | re.S) for line in block.splitlines()]
     listed([f'{f}: {len(line)} columns: {line}' for f,line in lines if len(line) > widest])
@@ -316,13 +316,18 @@ def test_search_in_the_browser(browser, site):
     assert browser.js('[...document.images].every(i => i.complete && i.naturalWidth > 0)')
     assert complaints(browser) == []
 
+squeezed = """[...document.querySelectorAll("article img")]
+    .filter(i => !i.naturalWidth || Math.abs(i.width*i.naturalHeight/(i.height*i.naturalWidth) - 1) > 0.03).map(i => i.alt)"""
+
 @needs_browser
 def test_no_page_is_wider_than_a_phone(browser, site):
+    "Nor are pictures squeezed to fit"
     browser('Emulation.setScriptExecutionDisabled', value=True)               # twice as fast
     try:
         for page in pages(site):
             browser.open(page, width=400)
             assert browser.js('document.documentElement.scrollWidth') == 400, name_of(site, page)
+            assert browser.js(squeezed) == [], name_of(site, page)
             assert complaints(browser) == [], name_of(site, page)
     finally: browser('Emulation.setScriptExecutionDisabled', value=False)
 
@@ -335,6 +340,16 @@ def test_light_and_dark(browser, site, width, dark):
     assert (r + g + b < 150) == dark
     assert browser.js('document.documentElement.scrollWidth') == width
     assert complaints(browser) == []
+
+@needs_browser
+def test_no_bright_slabs_in_the_dark(browser, site):
+    "The theme puts HTML that is not a data frame, and pictures, on a bright ground"
+    browser.open(site/'43_elastic.html', dark=True)
+    grounds = browser.js('[...document.querySelectorAll("article .output.text_html")].map(e => getComputedStyle(e).backgroundColor)')
+    assert len(grounds) > 1 and set(grounds) == {'rgba(0, 0, 0, 0)'}
+    browser.open(site/'index.html', dark=True)
+    pictures = browser.js('[...document.querySelectorAll("article img:not([src$=svg])")].map(i => getComputedStyle(i)).map(s => [s.backgroundColor, s.padding, s.filter])')
+    assert len(pictures) > 2 and {tuple(p) for p in pictures} == {('rgba(0, 0, 0, 0)', '0px', 'invert(0.9) hue-rotate(180deg)')}
 
 @needs_browser
 def test_the_browser_would_have_told(browser, tmp_path):

@@ -124,7 +124,8 @@ def test_names_and_variation(space, seed):
 @generated(50, 500, space=spaces, other=spaces, seed=seeds)
 def test_architectures_of_another_space(space, other, seed):
     stranger = arch_of(other, seed)
-    for f in space.check, space.names, space.mutate: refused_or(lambda o: None, f, stranger, says=['index', 'widths', 'layer'])
+    def fits(o): assert [len(stranger.ops), len(stranger.widths)] == [len(space.ops), len(space.widths)] and all(i < n for i,n in zip(stranger.ops + stranger.widths, space.counts))
+    for f in space.check, space.names, space.mutate: refused_or(fits, f, stranger, says=['index', 'widths', 'layer'])
 
 # Codes and supernets ----------------------------------------------------------------------------------------------------------
 
@@ -325,7 +326,8 @@ def test_model_file(tmp, o, change, data):
 def test_config(tmp, text):
     (tmp/'run').mkdir(exist_ok=True)
     (tmp/'run/config.json').write_text(text, encoding='utf-8', errors='replace')
-    refused_or(lambda there: None, RunFolder(tmp/'run').check, dict(k=3), says=['config.json', 'belongs to another run'])
+    def nothing(there): raise AssertionError('no such text is the config of a run')
+    refused_or(nothing, RunFolder(tmp/'run').check, dict(k=3), says=['config.json', 'belongs to another run'])
 
 # Commands -----------------------------------------------------------------------------------------------------------------------
 

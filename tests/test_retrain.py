@@ -149,3 +149,22 @@ def test_model_file_runs_no_code(tmp_path):
         torch.save(o, tmp_path/'model.pt')
         with pytest.raises(ValueError, match="was not written by"): load_model(tmp_path/'model.pt')
     assert not (tmp_path/'harm').exists()
+
+# Compiled --------------------------------------------------------------------------------------------------------------------
+
+def test_compiled():
+    "A compiled network is trained alike, its averaged weights and checkpoints as those of any other"
+    seen = []
+    def backend(graph, inputs):
+        seen.append(len(inputs))
+        return graph
+    def trained(compiled):
+        learn = learner()
+        if compiled: learn.model.compile(backend=backend)
+        return fit(learn, 2)
+    plain,compiled = trained(False),trained(True)
+    assert len(seen) >= 2                                           # for training and for evaluation
+    a,b = (o.model.state_dict() for o in (plain, compiled))
+    assert list(a) == list(b)
+    for name in a: torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+    assert list(plain.recorder.values[-1]) == pytest.approx(list(compiled.recorder.values[-1]), rel=1e-4)

@@ -22,7 +22,8 @@ def read_number(text:str) -> int:
         res = float(text[:-1])*unit if unit else float(text)
         if res > 0: return round(res)
     except (ValueError, OverflowError): pass
-    raise argparse.ArgumentTypeError(f'{text!r} is not a number such as 330M, 95k or 250000')
+    raise argparse.ArgumentTypeError(f'{text!r} is not a number such as 330M, 95k or '
+                                     '250000')
 
 # %% ../../nbs/app/65_cli.ipynb #1bd64114
 _options = {
@@ -57,21 +58,25 @@ _options = {
 
 # %% ../../nbs/app/65_cli.ipynb #81797ab1
 class _Parser(argparse.ArgumentParser):
-    def error(self, message): self.exit(2, f'{self.prog}: {message}. See {self.prog} --help\n')
+    def error(self, message):
+        self.exit(2, f'{self.prog}: {message}. See {self.prog} --help\n')
 
 def make_parser() -> argparse.ArgumentParser:
     "The arguments of `kshot_search`"
     p = _Parser('kshot_search', argument_default=argparse.SUPPRESS, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage='%(prog)s [--data FOLDER] [--max-flops 330M] [more options]',
-        description="Find the best network for your images within a compute budget, and say why to believe it.\n"
-                    "Without --data: on handwritten digits that come with the library, in about three minutes.",
-        epilog="A run that was interrupted goes on with the same command, or with: kshot_search --resume --out FOLDER\n"
-               "More --gens, --finalists or --trials extend a run that has ended.")
+        description="Find the best network for your images within a compute budget, "
+                    "and say why to believe it.\nWithout --data: on handwritten "
+                    "digits that come with the library, in about two minutes.",
+        epilog="A run that was interrupted goes on with the same command, or with: "
+               "kshot_search --resume --out FOLDER\nMore --gens, --finalists or "
+               "--trials extend a run that has ended.")
     for title,options in _options.items():
         group = p.add_argument_group(title)
         for name,metavar,kind,text in options:
-            kw = dict(metavar=metavar, type=kind) if metavar else dict(action='store_true')
+            kw = dict(action='store_true')
+            if metavar: kw = dict(metavar=metavar, type=kind)
             group.add_argument(name, help=text, **kw)
     return p
 
@@ -80,34 +85,45 @@ def _given(args:dict) -> dict:
     "What was said about the settings"
     others = 'out', 'resume', 'dry_run', 'onnx', 'int8', 'device', 'workers'
     given = {k:v for k,v in args.items() if k not in others}
-    return {**given, **{k:str(Path(given[k]).absolute()) for k in ('data', 'weights') if k in given}}
+    return {**given,
+            **{k:str(Path(given[k]).absolute()) for k in ('data', 'weights')
+               if k in given}}
 
 def _prepare(args:dict) -> tuple:
-    "From arguments to a plan, its folder, and whether it has been started before; all errors come from here"
+    "A plan, its folder, and whether it was started before; all errors come from here"
     from kshot_nas.app.folder import RunFolder
     from kshot_nas.app.plan import complete, make_plan
     given,resume,workers = _given(args),args.get('resume'),args.get('workers', 1)
     settings = complete(given)
-    folder = Path(args.get('out', Path('runs')/Path(settings['data']).name))
+    data = Path(os.path.normpath(settings['data']))       # .. has no name
+    folder = Path(args.get('out', Path('runs')/data.name))
     files = RunFolder(folder)
-    there = files.check(given if resume else {k:v for k,v in settings.items() if v is not None})
+    there = files.check(given if resume else {k:v for k,v in settings.items()
+                                              if v is not None})
     if resume and there is None: raise ValueError(
-        f"there is no run in {folder} to go on with: check --out, or leave out --resume to start one")
+        f"there is no run in {folder} to go on with: check --out, or leave out "
+        "--resume to start one")
     space = str((there or settings).get('space'))
     if _foreign(space) and given.get('space') != space: raise ValueError(
-        f"the run in {folder} wants to run the code {space}: if you trust it, say so with --space {shlex.quote(space)}")
+        f"the run in {folder} wants to run the code {space}: if you trust it, say so "
+        f"with --space {shlex.quote(space)}")
     if workers < 1: raise ValueError(f'workers must be at least 1; got {workers}')
     if args.get('onnx') or args.get('int8'): _check_onnx()
-    plan = make_plan(complete(there or settings), args.get('device'), workers, check=there is None)
-    plan.check_resources(shutil.disk_usage(files.above).free if there is None else float('inf'))
+    plan = make_plan(complete(there or settings), args.get('device'), workers,
+                     check=there is None)
+    free = shutil.disk_usage(files.above).free if there is None else float('inf')
+    plan.check_resources(free)
     return plan,folder,there is not None
 
-def _foreign(space): return ':' in space and not space.startswith(('torchvision:', 'timm:'))    # code of others
+# code of others
+def _foreign(space):
+    return ':' in space and not space.startswith(('torchvision:', 'timm:'))
 
 def _check_onnx():
     from kshot_nas.export import missing_for_onnx
     if missing := missing_for_onnx():
-        raise ValueError(f"ONNX needs {', '.join(missing)}: pip install 'kshot_nas[onnx]'")
+        raise ValueError(f"ONNX needs {', '.join(missing)}: pip install "
+                         "'kshot_nas[onnx]'")
 
 # %% ../../nbs/app/65_cli.ipynb #73a581a7
 @contextmanager
@@ -129,16 +145,18 @@ def _lock(file, folder):
     if fcntl is None: return
     try: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError): raise ValueError(
-        f"another kshot_search is at work in {folder}: wait for it, stop it, or use another --out") from None
-    except OSError: pass                                                    # a file system without locks
+        f"another kshot_search is at work in {folder}: wait for it, stop it, or use "
+        "another --out") from None
+    except OSError: pass  # a file system without locks
 
 @contextmanager
 def _logged(folder):
     "Log to `log.txt` in `folder`, which nobody else does meanwhile"
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder/'log.txt', encoding='utf-8', errors='surrogateescape')
+    handler = logging.FileHandler(folder/'log.txt', encoding='utf-8',
+                                  errors='surrogateescape')
     handler.setFormatter(logging.Formatter('%(asctime)s %(levelname)s %(message)s'))
-    handler.handleError = lambda record: None                               # no reason to stop
+    handler.handleError = lambda record: None  # no reason to stop
     logger = logging.getLogger('kshot_nas')
     try:
         _lock(handler.stream, folder)
@@ -160,31 +178,44 @@ def _carry_out(plan, folder, args, command, signals) -> int:
         log.info(text)
         _show('  ' + text)
     shown = bool(sys.stdout) and sys.stdout.isatty()
-    run = Run(plan, folder, args.get('workers', 1), args.get('onnx'), args.get('int8', False), shown, say)
+    run = Run(plan, folder, args.get('workers', 1), args.get('onnx'),
+              args.get('int8', False), shown, say)
     run.start(command)
     try:
         log.info(f'{command}\n{plan}')
         run()
         run.step('report', lambda: write_report(folder), is_current(folder))
     except Exception as e:
-        if signals: raise KeyboardInterrupt from e                          # which somebody has caught on its way
+        # which somebody has caught on its way
+        if signals: raise KeyboardInterrupt from e
         log.exception('this went wrong')
-        _complain(f"{_why(e)}. Details are in {folder/'log.txt'}; to go on: {_again(folder)}")
+        _complain(f"{_why(e)}. Details are in {folder/'log.txt'}; to go on: "
+                  f"{_again(folder)}")
         return 1
     network = folder/('model.onnx' if 'model.onnx' in run.more else 'model.pt')
     _show(f"\n{folder/'report.html'} has the report, {network} the network")
-    if 'use.py' in run.more: _show(f"To use it: python {shlex.quote(str(folder/'use.py'))} IMAGE ...")
-    else: _show("For a file that needs no PyTorch: pip install 'kshot_nas[onnx]', and the same command again")
-    size = sum(p.stat().st_size for p in (folder/'checkpoints').rglob('*') if p.is_file())
-    _show(f"{folder/'checkpoints'}, {short(size, 'B')}, is only needed to extend the run")
+    if 'use.py' in run.more:
+        _show(f"To use it: python {shlex.quote(str(folder/'use.py'))} IMAGE ...")
+    else:
+        _show("For a file that needs no PyTorch: pip install 'kshot_nas[onnx]', and "
+              "the same command again")
+    size = sum(p.stat().st_size for p in (folder/'checkpoints').rglob('*')
+               if p.is_file())
+    _show(f"{folder/'checkpoints'}, {short(size, 'B')}, is only needed to extend the "
+          "run")
     return 0
 
 # %% ../../nbs/app/65_cli.ipynb #c381fd79
 def _show(text, file=None):
-    "Print text; what would steer a terminal, as the names of folders may, is shown and not obeyed"
-    def plain(c): return c if c == '\n' or unicodedata.category(c) not in ('Cc', 'Cf', 'Zl', 'Zp') else ascii(c)[1:-1]
+    "Print text; what would steer a terminal, as the names of folders may, or what it can't show, is spelled out"
+    file = file or sys.stdout
+    how = getattr(file, 'encoding', None) or 'utf-8', getattr(file, 'errors', None) or 'strict'
+    def plain(c):
+        try: steers = not c.encode(*how) or c != '\n' and unicodedata.category(c) in ('Cc', 'Cf', 'Zl', 'Zp')
+        except UnicodeEncodeError: steers = True
+        return ascii(c)[1:-1] if steers else c
     try: print(''.join(map(plain, text)), file=file, flush=True)
-    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())    # nobody listens: go on
+    except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())                    # nobody listens: go on
 
 def _complain(text): _show(f"kshot_search: {' '.join(str(text).split())}", sys.stderr)
 
@@ -216,23 +247,28 @@ def main(
     "What `kshot_search` does"
     argv = sys.argv[1:] if argv is None else list(argv)
     args,folder = vars(make_parser().parse_args(argv)),None
-    for kind in (FutureWarning, UserWarning): warnings.filterwarnings('ignore', category=kind)
-    os.environ.setdefault('PYTHONWARNINGS', 'ignore')                       # for processes that we start
+    for kind in (FutureWarning, UserWarning):
+        warnings.filterwarnings('ignore', category=kind)
+    os.environ.setdefault('PYTHONWARNINGS', 'ignore')  # for processes that we start
     command = shlex.join(['kshot_search', *(a for a in argv if a != '--resume')])
     with _stoppable() as signals:
         try:
             plan,folder,started = _prepare(args)
             out = f"{folder}{', which has been started before' if started else ''}"
-            _show(f"{plan}\n  {'out':8} {out}; {folder/'log.txt'} tells more while it runs\n")
+            _show(f"{plan}\n  {'out':8} {out}; {folder/'log.txt'} tells more while it "
+                  "runs\n")
             if args.get('dry_run'):
-                _show(f"  {'time':8} {plan.forecast()}\n\nNothing was written. Leave out --dry-run to start.")
+                _show(f"  {'time':8} {plan.forecast()}\n\nNothing was written. Leave "
+                      "out --dry-run to start.")
                 return 0
-            with _logged(folder): return _carry_out(plan, folder, args, command, signals)
+            with _logged(folder):
+                return _carry_out(plan, folder, args, command, signals)
         except (ValueError, OSError, ImportError) as e:
             _complain(e)
             return 2
         except (MemoryError, RuntimeError) as e:
             if not isinstance(e, MemoryError) and 'memory' not in str(e): raise
-            _complain('there is not enough memory for this plan: use a smaller --bs, --k or --size')
+            _complain('there is not enough memory for this plan: use a smaller --bs, '
+                      '--k or --size')
             return 2
         except KeyboardInterrupt: return _stopped(folder, signals)

@@ -22,8 +22,10 @@ from ..space import Arch, SearchSpace
 # %% ../../nbs/app/60_folder.ipynb #b4a151f7
 class RunFolder:
     "The files of a run"
-    stages = dict(train=('codes.npy', 'training.csv'), rank=('results.csv',), search=('results.csv',),
-                  finals=('finals.csv', 'results.csv'), retrain=('model.pt', 'card.md', 'best.json', 'results.csv'))
+    stages = dict(train=('codes.npy', 'training.csv'), rank=('results.csv',),
+                  search=('results.csv',),
+                  finals=('finals.csv', 'results.csv'),
+                  retrain=('model.pt', 'card.md', 'best.json', 'results.csv'))
     def __init__(self,
         path,       # the folder, which need not exist
         more=()     # files that the last stage writes besides
@@ -33,14 +35,17 @@ class RunFolder:
 
     def write_json(self, name:str, content:dict):
         "Write a file of plain values"
-        with published(self.path/name) as tmp: tmp.write_text(json.dumps(content, indent=1)+'\n', encoding='utf-8')
+        with published(self.path/name) as tmp:
+            tmp.write_text(json.dumps(content, indent=1)+'\n', encoding='utf-8')
 
 # %% ../../nbs/app/60_folder.ipynb #ec71dbcc
 @patch
 def written(self:RunFolder) -> dict|None:
-    "Digests of the files that the stages have left behind, by name; `None` if nobody has kept them"
+    "Digests of the files of all stages, by name; `None` if nobody has kept them"
     file = self.path/'checkpoints/written.json'
-    try: return dict(json.loads(file.read_text(encoding='utf-8'))) if file.exists() else None
+    try:
+        if not file.exists(): return None
+        return dict(json.loads(file.read_text(encoding='utf-8')))
     except (OSError, ValueError, TypeError, RecursionError): return {}
 
 @patch
@@ -54,30 +59,37 @@ def has(self:RunFolder, *names) -> bool:
     "Are these files there, as they were written?"
     files,written = {n:self.path/n for n in names},self.written()
     if not all(f.is_file() for f in files.values()): return False
-    return written is None or all(written.get(n) == file_digest(f) for n,f in files.items())
+    return written is None or all(written.get(n) == file_digest(f)
+                                  for n,f in files.items())
 
 # %% ../../nbs/app/60_folder.ipynb #0b0338a4
 @patch
 def results(self:RunFolder) -> pd.DataFrame:
     "The rows of `results.csv` so far"
-    return pd.read_csv(self.path/'results.csv') if self.has('results.csv') else pd.DataFrame(dict(stage=[]))
+    if not self.has('results.csv'): return pd.DataFrame(dict(stage=[]))
+    return pd.read_csv(self.path/'results.csv')
 
-_columns = ['stage', 'role', 'round', 'arch', 'n_epoch', 'seed', 'generation', 'flops', 'params', 'accuracy', 'loss',
-            'truth', 'retrained', 'kept', 'test', 'failure']
+_columns = ['stage', 'role', 'round', 'arch', 'n_epoch', 'seed', 'generation', 'flops',
+            'params', 'accuracy', 'loss', 'truth', 'retrained', 'kept', 'test',
+            'failure']
 
 @patch
 def add(self:RunFolder, stage:str, rows:pd.DataFrame):
     "Add the rows of a stage to `results.csv`, which has the stages in their order"
     before,order = self.results(),list(self.stages).index
-    before,rows = before[before.stage != stage].dropna(axis=1, how='all'),rows.assign(stage=stage)
+    before = before[before.stage != stage].dropna(axis=1, how='all')
+    rows = rows.assign(stage=stage)
     rows = pd.concat([before, rows], ignore_index=True) if len(before) else rows
-    rows = rows.sort_values('stage', key=lambda stages: stages.map(order), kind='stable')
-    with published(self.path/'results.csv') as tmp: rows.filter(_columns).to_csv(tmp, index=False)
+    rows = rows.sort_values('stage', key=lambda stages: stages.map(order),
+                            kind='stable')
+    with published(self.path/'results.csv') as tmp:
+        rows.filter(_columns).to_csv(tmp, index=False)
 
 @patch
 def is_done(self:RunFolder, stage:str) -> bool:
     "Is this stage behind us?"
-    return self.has(*self.stages[stage]) and (stage == 'train' or stage in set(self.results().stage))
+    if not self.has(*self.stages[stage]): return False
+    return stage == 'train' or stage in set(self.results().stage)
 
 # %% ../../nbs/app/60_folder.ipynb #461a5791
 @patch
@@ -87,13 +99,16 @@ def rows(self:RunFolder,
     "The rows of one stage in `results.csv`, with those columns that it has"
     every = pd.read_csv(self.path/'results.csv')
     res = every[every.stage == stage].dropna(axis=1, how='all').reset_index(drop=True)
-    kinds = dict(seed=int, generation=int, round=int, n_epoch=int, kept=bool)   # gaps in other rows have changed them
-    return res.astype({c:t for c,t in kinds.items() if c in res}).assign(arch=res.arch.map(Arch.parse))
+    # gaps in other rows have changed them
+    kinds = dict(seed=int, generation=int, round=int, n_epoch=int, kept=bool)
+    kinds = {c:t for c,t in kinds.items() if c in res}
+    return res.astype(kinds).assign(arch=res.arch.map(Arch.parse))
 
 @patch
 def result(self:RunFolder, space:SearchSpace, max_flops:float) -> SearchResult:
     "What the search has found"
-    return SearchResult(space, self.rows('search'), limits={'flops': (-np.inf, max_flops)})
+    return SearchResult(space, self.rows('search'),
+                        limits={'flops': (-np.inf, max_flops)})
 
 # %% ../../nbs/app/60_folder.ipynb #5a1e7c03
 @patch
@@ -130,7 +145,8 @@ def config(self:RunFolder) -> dict|None:
                      "restore it, or use another --out")
 
 # %% ../../nbs/app/60_folder.ipynb #e4988c0f
-extendable = dict(gens='search', finalists='finals', trials='retrain')      # settings, and what is done again for more
+# settings, and what is done again for more
+extendable = dict(gens='search', finalists='finals', trials='retrain')
 
 @patch(as_prop=True)
 def above(self:RunFolder) -> Path:
@@ -140,60 +156,79 @@ def above(self:RunFolder) -> Path:
 @patch
 def check(self:RunFolder,
     wanted:dict     # settings
-) -> dict|None:     # all settings of the run that is there, extended as wanted; None if there is none
-    "Raise an error unless this folder is new, or belongs to a run with these settings, or with less of the same"
+) -> dict|None:     # all settings of the run, extended as wanted; None if there is none
+    "Raise an error unless this folder is new, or of a run with these settings or less"
     folder,above = self.path,self.above
-    if not above.is_dir(): raise ValueError(f"{above} is not a folder: use another --out")
-    real = shutil.disk_usage(above).total > 0                       # not so in /proc, where root may write and can't
+    if not above.is_dir():
+        raise ValueError(f"{above} is not a folder: use another --out")
+    # not so in /proc, where root may write and can't
+    real = shutil.disk_usage(above).total > 0
     if not (real and os.access(above, os.W_OK | os.X_OK)):
         raise ValueError(f"{above} can't be written to: use another --out")
     self._check_kinds()
     if config := self.config():
         there = config['settings']
-        both = [k for k in extendable if type(there.get(k)) is type(wanted.get(k)) is int]
+        both = [k for k in extendable
+                if type(there.get(k)) is type(wanted.get(k)) is int]
         there = there | {k:max(there[k], wanted[k]) for k in both}
-        if 'digits' not in (there.get('data'), wanted.get('data', 'digits')): there['data'] = wanted['data']    # moved
+        # the folder of images may have moved
+        if 'digits' not in (there.get('data'), wanted.get('data', 'digits')):
+            there['data'] = wanted['data']
         diff = [f'{k} is {there.get(k)} there and {v} here' for k,v in wanted.items()
                 if k not in extendable and there.get(k) != v]
         if not diff: return there
-        raise ValueError(f"{folder} belongs to another run ({'; '.join(diff)}): use another --out")
-    def ours(p): return p.name.startswith('.') or (p.name == 'log.txt' and not p.stat().st_size)    # killed at once
+        raise ValueError(f"{folder} belongs to another run ({'; '.join(diff)}): use "
+                         "another --out")
+    def ours(p):                                         # or a run killed at once
+        return p.name.startswith('.') or (p.name == 'log.txt' and not p.stat().st_size)
     if folder.exists() and not all(map(ours, folder.iterdir())):
-        raise ValueError(f"{folder} has other files in it: use another --out, or an empty folder")
+        raise ValueError(f"{folder} has other files in it: use another --out, or an "
+                         "empty folder")
 
 @patch
 def _check_kinds(self:RunFolder):
-    "Raise an error if something here would let us wait for ever, or write to a file elsewhere"
-    names = self.path.iterdir() if self.path.is_dir() else ()
-    odd = [p for p in names if not (p.is_file() or p.is_dir()) or (p.name == 'log.txt' and p.is_symlink())]
-    if odd: raise ValueError(f"{odd[0]} is a link, or no file at all: remove it, or use another --out")
+    "Raise an error if we would wait for ever here, or write to a file elsewhere"
+    names = *self.path.glob('*'),*self.path.glob('checkpoints/*')
+    odd = [p for p in names if not (p.is_file() or p.is_dir())
+           or (p.name == 'log.txt' and p.is_symlink())]
+    if odd:
+        raise ValueError(f"{odd[0]} is a link, or no file at all: remove it, or use "
+                         "another --out")
 
 # %% ../../nbs/app/60_folder.ipynb #748783c9
 class Results:
     "What the folder of a run holds"
-    inputs = 'config.json', 'training.csv', 'codes.npy', 'results.csv', 'finals.csv', 'best.json'
+    inputs = ('config.json', 'training.csv', 'codes.npy', 'results.csv', 'finals.csv',
+              'best.json')
     def __init__(self, folder):     # the folder
         self.files,self.folder = RunFolder(folder),Path(folder)
-        if missing := [n for n in self.inputs if not (self.folder/n).is_file()]: raise FileNotFoundError(
-            f"{folder} has no {', '.join(missing)}: it is not the folder of a run that has come to its report")
+        missing = [n for n in self.inputs if not (self.folder/n).is_file()]
+        if missing: raise FileNotFoundError(
+            f"{folder} has no {', '.join(missing)}: it is not the folder of a run that "
+            "has come to its report")
         self.config = self.files.config()
         self.settings,self.data = self.config['settings'],self.config['data']
         self.space = SearchSpace.from_json(json.dumps(self.config['space']))
 
     @cached_property
-    def ranked(self) -> pd.DataFrame: return self.files.rows('rank')        # evaluated before the search
+    # evaluated before the search
+    def ranked(self) -> pd.DataFrame: return self.files.rows('rank')
     @cached_property
-    def finals(self) -> pd.DataFrame: return self.files.rows('finals')      # finalists and rivals, trained alone
+    # finalists and rivals, trained alone
+    def finals(self) -> pd.DataFrame: return self.files.rows('finals')
     @cached_property
-    def trials(self) -> pd.DataFrame: return self.files.rows('retrain')     # the best of each, trained alone
+    # the best of each, trained alone
+    def trials(self) -> pd.DataFrame: return self.files.rows('retrain')
     @cached_property
-    def result(self) -> SearchResult: return self.files.result(self.space, self.settings['max_flops'])
+    def result(self) -> SearchResult:
+        return self.files.result(self.space, self.settings['max_flops'])
 
     @cached_property
     def ranking(self) -> RankReport|None:
         "How well borrowed weights rank, if the truth is known"
         if 'truth' not in self.ranked: return None
-        return rank_report(self.ranked.accuracy, self.ranked.truth, cost=self.ranked[['flops', 'params']])
+        return rank_report(self.ranked.accuracy, self.ranked.truth,
+                           cost=self.ranked[['flops', 'params']])
 
     @cached_property
     def curves(self) -> pd.DataFrame:
@@ -201,21 +236,24 @@ class Results:
         res = pd.read_csv(self.folder/'finals.csv')
         return res.assign(arch=res.arch.map(Arch.parse))
     @cached_property
-    def best(self) -> dict: return json.loads((self.folder/'best.json').read_text(encoding='utf-8'))
+    def best(self) -> dict:
+        return json.loads((self.folder/'best.json').read_text(encoding='utf-8'))
 
     @property
     def recorder(self) -> CodeRecorder:
         "Losses by phase, and codes after every epoch"
         res = CodeRecorder()
-        res.steps = list(pd.read_csv(self.folder/'training.csv').itertuples(index=False, name=None))
+        steps = pd.read_csv(self.folder/'training.csv')
+        res.steps = list(steps.itertuples(index=False, name=None))
         res.codes = np.load(self.folder/'codes.npy')
         return res
 
 # %% ../../nbs/app/60_folder.ipynb #a58f2267
 @patch
 def retrained(self:Results, role:str) -> pd.Series:
-    "Accuracies after training alone of one role, 'winner' or 'random': on test images if there are some"
-    return self.trials[self.trials.role == role]['test' if 'test' in self.trials else 'retrained']
+    "Accuracies of 'winner' or 'random', trained alone; on test images if there are any"
+    column = 'test' if 'test' in self.trials else 'retrained'
+    return self.trials[self.trials.role == role][column]
 
 @patch(as_prop=True)
 def winner(self:Results) -> Arch:
@@ -225,4 +263,5 @@ def winner(self:Results) -> Arch:
 @patch(as_prop=True)
 def judged_on(self:Results) -> tuple:
     "How many images these accuracies are measured on, and what kind they are"
-    return (self.data['test'], 'test') if 'test' in self.trials else (self.data['valid'], 'validation')
+    if 'test' in self.trials: return self.data['test'],'test'
+    return self.data['valid'],'validation'

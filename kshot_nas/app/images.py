@@ -23,7 +23,8 @@ def image_files(
     passed:Counter=None     # how much was passed over, by reason; grows
 ) -> list:
     "The images below `folder`, sorted, each real file once"
-    files,seen,passed = [],set() if seen is None else seen,Counter() if passed is None else passed
+    files,seen = [],set() if seen is None else seen
+    passed = Counter() if passed is None else passed
     def new(path, why):
         known = path in seen
         passed[why] += known
@@ -33,9 +34,11 @@ def image_files(
     for here,folders,names in os.walk(folder, followlinks=True, onerror=unreadable):
         real = os.path.realpath(here)
         folders[:] = [d for d in sorted(folders) if not d.startswith('.')
-                      and new(os.path.realpath(os.path.join(here, d)), 'links to folders seen before')]
+                      and new(os.path.realpath(os.path.join(here, d)),
+                              'links to folders seen before')]
         for name in names:
-            if name.startswith('.') or os.path.splitext(name)[1].lower() not in image_extensions: continue
+            end = os.path.splitext(name)[1].lower()
+            if name.startswith('.') or end not in image_extensions: continue
             path = os.path.join(real, name)
             if os.path.islink(path): path = os.path.realpath(path)
             if not os.path.isfile(path): passed['names that are not of files'] += 1
@@ -54,18 +57,25 @@ def _problem(file):
     try:
         with Image.open(file) as im:
             if im.width*im.height > _most_pixels: return (
-                f'{file}: it has {im.width:,} x {im.height:,} pixels, more than {_most_pixels//10**6} million')
-            if im.mode[0] in 'IF': return f'{file}: it has more than 8 bits for a pixel: convert it to 8 bits'
+                f'{file}: it has {im.width:,} x {im.height:,} pixels, more than '
+                f'{_most_pixels//10**6} million')
+            if im.mode[0] in 'IF':
+                return (f'{file}: it has more than 8 bits for a pixel: '
+                        'convert it to 8 bits')
             im.draft('RGB', (1,1))
             im.convert('RGB')
-    except Exception as e: return f'{file}: {" ".join(str(e).split()) or type(e).__name__}'
+    except Exception as e:
+        return f'{file}: {" ".join(str(e).split()) or type(e).__name__}'
 
 def check_images(files:list):
     "Raise an error if some of the files can't be read"
-    with ThreadPoolExecutor(4) as pool: bad = [p for p in pool.map(_problem, files, chunksize=64) if p]
+    with ThreadPoolExecutor(4) as pool:
+        bad = [p for p in pool.map(_problem, files, chunksize=64) if p]
     if not bad: return
     raise ValueError('\n  '.join([f"{len(bad)} of {len(files):,} images can't be read: "
-                                  f"remove or replace {'it' if len(bad) == 1 else 'them'}", *bad[:10],
+                                  'remove or replace '
+                                  f"{'it' if len(bad) == 1 else 'them'}",
+                                  *bad[:10],
                                   *(['...'] if len(bad) > 10 else [])]))
 
 # %% ../../nbs/app/59_images.ipynb #b0cd59a1
@@ -80,15 +90,20 @@ def _digest(file) -> str:
 
 def image_digests(folder, files:list) -> dict:
     "What the images `files` are known by, by their names relative to `folder`"
-    with ThreadPoolExecutor(4) as pool: digests = list(pool.map(_digest, files, chunksize=64))
+    with ThreadPoolExecutor(4) as pool:
+        digests = list(pool.map(_digest, files, chunksize=64))
     return dict(zip((os.path.relpath(f, folder) for f in files), digests))
 
 def changed_images(there:dict, here:dict) -> str:
     "How two sets of images differ, in words; nothing if they don't"
     groups = {'changed': [n for n in there if n in here and there[n] != here[n]],
-              'new': [n for n in here if n not in there], 'gone': [n for n in there if n not in here]}
-    def words(what, names): return f"{len(names):,} {what} ({', '.join(names[:2])}{', ...' if len(names) > 2 else ''})"
-    return ', '.join(words(what, sorted(names)) for what,names in groups.items() if names)
+              'new': [n for n in here if n not in there],
+              'gone': [n for n in there if n not in here]}
+    def words(what, names):
+        some = ', '.join(names[:2]) + ', ...'*(len(names) > 2)
+        return f'{len(names):,} {what} ({some})'
+    return ', '.join(words(what, sorted(names)) for what,names in groups.items()
+                     if names)
 
 # %% ../../nbs/app/59_images.ipynb #cffa0350
 def check_same_images(
@@ -96,14 +111,15 @@ def check_same_images(
     folder,         # the folder of the images
     files:list      # the images
 ):
-    "Raise an error that names what has changed, unless the images are those that were written down"
+    "Raise an error that names what has changed, unless the images are the same"
     file,here = Path(file),image_digests(folder, files)
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with published(file) as tmp: tmp.write_text(json.dumps(here), encoding='utf-8')
     try: there = dict(json.loads(file.read_text(encoding='utf-8')))
     except (ValueError, TypeError, RecursionError): raise ValueError(
-        f"{file} is damaged: remove it if you are sure that {folder} holds the images of this run") from None
+        f"{file} is damaged: remove it if you are sure that {folder} holds the images "
+        "of this run") from None
     if diff := changed_images(there, here): raise ValueError(
         f"the images in {folder} are not those that the run was started with: {diff}. "
         "Restore them, or use another --out")

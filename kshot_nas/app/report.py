@@ -35,24 +35,29 @@ def _percent(x): return f'{100*x:.1f}%'
 
 @patch
 def difference(self:Results) -> tuple:
-    "Points by which the winner is better than the best random architecture of equal cost, and their standard error"
+    "Points by which the winner beats the best random one, and their standard error"
     win,lose,(n,_) = self.retrained('winner'),self.retrained('random'),self.judged_on
     p = win.mean()
-    images = 2*p*(1-p)/n                                                                # chance in the images
-    runs = sum(x.var(ddof=1)/len(x) for x in (win, lose)) if len(win) > 1 else 0.       # between trainings
+    images = 2*p*(1-p)/n  # chance in the images
+    # between trainings
+    runs = sum(x.var(ddof=1)/len(x) for x in (win, lose)) if len(win) > 1 else 0.
     return 100*(p - lose.mean()),100*math.sqrt(images + runs)
 
 @patch
 def verdict(self:Results) -> str:
     "The outcome in a few sentences"
-    win,lose,(n,kind),(diff,error) = self.retrained('winner'),self.retrained('random'),self.judged_on,self.difference()
-    better = 'better than' if diff > 2*error else 'worse than' if diff < -2*error else 'not clearly different from'
+    win,lose = self.retrained('winner'),self.retrained('random')
+    (n,kind),(diff,error) = self.judged_on,self.difference()
+    better = ('better than' if diff > 2*error else 'worse than' if diff < -2*error
+              else 'not clearly different from')
     many = (self.finals[self.finals.role == 'random']['round'] == 1).sum()
     others = f'the best of {many} architectures' if many > 1 else 'an architecture'
-    doubt = '' if len(win) > 1 else ' from the images alone: one training each says little'
-    return (f"Trained alone, the architecture that was found reaches {_percent(win.mean())} on {n:,} {kind} images: "
-            f"{better} {others} of equal cost drawn at random, with {_percent(lose.mean())} "
-            f"({diff:+.1f} points, with a standard error of {error:.1f}{doubt}).{self._beside_chance(win.mean(), n)}")
+    doubt = ' from the images alone: one training each says little'*(len(win) == 1)
+    return (f"Trained alone, the architecture that was found reaches "
+            f"{_percent(win.mean())} on {n:,} {kind} images: {better} {others} of "
+            f"equal cost drawn at random, with {_percent(lose.mean())} ({diff:+.1f} "
+            "points, with a standard error of "
+            f"{error:.1f}{doubt}).{self._beside_chance(win.mean(), n)}")
 
 @patch
 def _beside_chance(self:Results, p, n) -> str:
@@ -61,7 +66,8 @@ def _beside_chance(self:Results, p, n) -> str:
     if chance is None: return ''
     said = f" To say always the most frequent class gives {_percent(chance)}"
     if p - chance > 2*math.sqrt(chance*(1-chance)/n): return said + '.'
-    return said + ': the network has learned nothing worth the name. More epochs, images or multiply-adds may help.'
+    return said + (': the network has learned nothing worth the name. More epochs, '
+                   'images or multiply-adds may help.')
 
 # %% ../../nbs/app/64_report.ipynb #6f0a76e3
 @patch
@@ -83,7 +89,7 @@ def plot_retrained(self:Results, ax:plt.Axes=None) -> plt.Axes:
 # %% ../../nbs/app/64_report.ipynb #59532410
 def _text(x) -> str:
     "A value as it stands in a table"
-    if x is None or x != x: return ''                                           # NaN, too
+    if x is None or x != x: return ''  # NaN, too
     if isinstance(x, bool) or not isinstance(x, Real): return str(x)
     whole = isinstance(x, Integral) or (x.is_integer() and abs(x) > 1)
     return f'{x:,.0f}' if whole else f'{x:.4f}'
@@ -94,19 +100,28 @@ def show_table(
     fold:bool=False     # hide it until it is clicked?
 ) -> FT:
     "`df` as a table"
-    if len(df) > 1000: caption,df = f'{caption} (the first 1,000 of {len(df):,} rows)',df[:1000]
+    if len(df) > 1000:
+        caption,df = f'{caption} (the first 1,000 of {len(df):,} rows)',df[:1000]
     columns = {c:[_text(x) for x in df[c]] for c in df}
     align = ['n' if is_numeric_dtype(t) else None for t in df.dtypes]
-    widest = [0 if a else min(28, max(map(len, xs), default=0)) for a,xs in zip(align, columns.values())]
-    head = [Th(c, scope='col', style=f'min-width:{w}ch') for c,w in zip(columns, widest)]    # no columns of letters
-    body = [Tr(*[Td(x, cls=a) for x,a in zip(row, align)]) for row in zip(*columns.values())]
+    widest = [0 if a else min(28, max(map(len, xs), default=0))
+              for a,xs in zip(align, columns.values())]
+    # no columns of letters
+    head = [Th(c, scope='col', style=f'min-width:{w}ch')
+            for c,w in zip(columns, widest)]
+    body = [Tr(*[Td(x, cls=a) for x,a in zip(row, align)])
+            for row in zip(*columns.values())]
     fold = fold or len(df) > 20
-    table = Div(Table(Thead(Tr(*head)), Tbody(*body)), cls='scroll tall' if fold else 'scroll')
-    return Details(Summary(caption), table) if fold else Div(P(caption, cls='caption'), table)
+    table = Div(Table(Thead(Tr(*head)), Tbody(*body)),
+                cls='scroll tall' if fold else 'scroll')
+    if fold: return Details(Summary(caption), table)
+    return Div(P(caption, cls='caption'), table)
 
 # %% ../../nbs/app/64_report.ipynb #e7a1d28c
-_style = {'svg.fonttype': 'none', 'font.size': 10, 'font.family': 'sans-serif', 'axes.spines.top': False,
-          'axes.spines.right': False, 'figure.facecolor': 'none', 'axes.facecolor': 'none'}
+_style = {'svg.fonttype': 'none', 'font.size': 10, 'font.family': 'sans-serif',
+          'axes.spines.top': False,
+          'axes.spines.right': False, 'figure.facecolor': 'none',
+          'axes.facecolor': 'none'}
 
 def svg_figure(
     draw:Callable,              # called with ax, an axis
@@ -118,13 +133,15 @@ def svg_figure(
         fig,out = plt.Figure(figsize=size, layout='constrained'),StringIO()
         ax = fig.add_subplot()
         draw(ax=ax)
-        for o in ax.collections: o.set_rasterized(len(o.get_offsets()) > 5000)  # elements would be megabytes
+        # elements would be megabytes
+        for o in ax.collections: o.set_rasterized(len(o.get_offsets()) > 5000)
         for o in ax.lines: o.set_rasterized(len(o.get_xdata()) > 5000)
         nothing = dict.fromkeys(('Date', 'Creator', 'Format', 'Type'))
         fig.savefig(out, format='svg', dpi=150, metadata=nothing, transparent=True)
     svg = re.sub(r'<metadata>.*?</metadata>\s*', '', out.getvalue(), flags=re.S)
     svg = re.sub(r' id="[a-zA-Z0-9]+_\d+"', '', svg[svg.index('<svg'):])
-    for side in ('width', 'height'): svg = re.sub(rf'(<svg [^>]*?) {side}="[^"]*"', r'\1', svg, count=1)
+    for side in ('width', 'height'):
+        svg = re.sub(rf'(<svg [^>]*?) {side}="[^"]*"', r'\1', svg, count=1)
     return Figure(Div(Safe(svg), role='img', aria_label=caption), Figcaption(caption))
 
 # %% ../../nbs/app/64_report.ipynb #df7f2f60
@@ -266,7 +283,8 @@ def _again(r:Results) -> FT:
 
 # %% ../../nbs/app/64_report.ipynb #68754544
 _policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-def _made_of(folder) -> str: return ' '.join(file_digest(Path(folder)/n) for n in Results.inputs)
+def _made_of(folder) -> str:
+    return ' '.join(file_digest(Path(folder)/n) for n in Results.inputs)
 
 def write_report(
     folder,             # of a run
@@ -274,20 +292,27 @@ def write_report(
 ) -> Path:
     "Write what the run has found as one page that needs no network"
     r = Results(folder)
-    path,title = Path(path or r.folder/'report.html'),f"The best network for {r.data['name']}"
+    path = Path(path or r.folder/'report.html')
+    title = f"The best network for {r.data['name']}"
     css = (files('kshot_nas.app')/'report.css').read_text(encoding='utf-8')
-    head = Head(Meta(charset='utf-8'), Meta(http_equiv='Content-Security-Policy', content=_policy),
+    head = Head(Meta(charset='utf-8'),
+                Meta(http_equiv='Content-Security-Policy', content=_policy),
                 Meta(name='viewport', content='width=device-width,initial-scale=1'),
                 Meta(name='made-of', content=_made_of(folder)),
                 Title(title), Style(Safe(css)))
-    sections = _summary, _architecture, _search, _finals, _retraining, _belief, _training, _cost, _again
+    sections = (_summary, _architecture, _search, _finals, _retraining, _belief,
+                _training, _cost, _again)
     budget = f"within {r.settings['max_flops']:,} multiply-adds, found by kshot_search"
     body = Body(H1(title), P(budget, cls='sub'), *[section(r) for section in sections])
     page = to_xml(Html(head, body, lang='en'), indent=False)
-    with published(path) as tmp: tmp.write_text(page, encoding='utf-8', errors='surrogateescape')   # names of files
+    # names of files
+    with published(path) as tmp:
+        tmp.write_text(page, encoding='utf-8', errors='surrogateescape')
     return path
 
 def is_current(folder) -> bool:
     "Has the folder a report on the results that it has now?"
     page = Path(folder)/'report.html'
-    return page.exists() and f'content="{_made_of(folder)}"' in page.read_text(encoding='utf-8', errors='replace')
+    if not page.exists(): return False
+    text = page.read_text(encoding='utf-8', errors='replace')
+    return f'content="{_made_of(folder)}"' in text

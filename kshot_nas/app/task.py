@@ -34,28 +34,32 @@ from ..tiny import tiny_supernet
 
 # %% ../../nbs/app/61_task.ipynb #2887a259
 def find_space(
-    name:str,           # 'tiny', 'mobilenet', 'nb201', 'torchvision:NAME', 'timm:NAME' or 'module:function'
+    name:str,           # ours, 'torchvision:NAME', 'timm:NAME' or 'module:function'
     size:int=32,        # of the images
     weights:str=None    # a file with the weights of a network of torchvision or timm
 ) -> tuple:             # function, and arguments for it
     "The function that makes the supernet of a space"
     if is_network(name):
-        elastic_space(name, weights)                                                # an error if there is no such thing
+        elastic_space(name, weights)  # an error if there is no such thing
         return named_supernet,dict(name=name, weights=weights)
-    if weights: raise ValueError(f"--weights are for networks such as torchvision:resnet18, not for the space {name!r}")
+    if weights:
+        raise ValueError("--weights are for networks such as torchvision:resnet18, "
+                         f"not for the space {name!r}")
     small = dict(strides=(1,1,2,2,1,2,1)) if size <= 64 else {}
     ours = dict(tiny=(tiny_supernet, dict(widths=True)), nb201=(nb201_supernet, {}),
                 mobilenet=(mobilenet_supernet, small))
     if name in ours: return ours[name]
     module,colon,function = name.partition(':')
     if not colon: raise ValueError(
-        f"there is no space {name!r}: choose one of {', '.join(ours)}, a network such as torchvision:resnet18, "
-        "or your own as module:function")
+        f"there is no space {name!r}: choose one of {', '.join(ours)}, a network such "
+        "as torchvision:resnet18, or your own as module:function")
     if (here := os.getcwd()) not in sys.path: sys.path.insert(0, here)
     try: found = getattr(importlib.import_module(module), function, None)
     except Exception as e: raise ValueError(
-        f"the module {module!r} of the space {name!r} can't be imported: {type(e).__name__}: {e}") from e
-    if not callable(found): raise ValueError(f"the module {module!r} has no function {function!r}")
+        f"the module {module!r} of the space {name!r} can't be imported: "
+        f"{type(e).__name__}: {e}") from e
+    if not callable(found):
+        raise ValueError(f"the module {module!r} has no function {function!r}")
     return found,{}
 
 def is_network(space:str) -> bool:
@@ -85,7 +89,7 @@ class Task:
     kwargs:dict             # its arguments
     images:dict             # files, or uint8 arrays, of 'train', 'valid' and 'test'
     labels:dict             # their classes by number
-    stats:tuple             # mean and standard deviation by which images are normalized, after a division by 255
+    stats:tuple             # mean and std by which images are normalized, after / 255
     test:object=None        # DataLoader of images that nothing is decided by
     truth:pd.Series=None    # accuracy after training alone, by architecture
     passed:str=''           # what was passed over among them
@@ -98,16 +102,18 @@ class Task:
     def judged_on(self) -> str: return 'test' if self.test else 'valid'
     @property
     def facts(self) -> dict:
-        "What is worth writing down; chance is the accuracy of always saying the most frequent class"
-        n_test,labels = len(self.test.dataset) if self.test else 0,self.labels[self.judged_on]
+        "What is worth writing down; chance is always saying the most frequent class"
+        n_test = len(self.test.dataset) if self.test else 0
+        labels = self.labels[self.judged_on]
         chance = round(float(np.bincount(labels).max()/len(labels)), 4)
-        return dict(name=self.name, train=self.n_train, valid=len(self.dls.valid_ds), test=n_test,
+        return dict(name=self.name, train=self.n_train,
+                    valid=len(self.dls.valid_ds), test=n_test,
                     classes=self.classes, shape=list(self.shape), chance=chance)
 
 # %% ../../nbs/app/61_task.ipynb #708c7e00
 @patch
 def raw(self:Task, part:str) -> Iterator:
-    "Images of 'train', 'valid' or 'test' as a file has them, uint8 (height, width, channels), and their classes"
+    "Images of a part as a file has them, uint8 (height, width, channels), and classes"
     for o,y in zip(self.images[part], self.labels[part]):
         yield (np.asarray(Image.open(o).convert('RGB')) if isinstance(o, Path) else o),y
 
@@ -115,25 +121,35 @@ def raw(self:Task, part:str) -> Iterator:
 def classifier(self:Task, model:nn.Module, **about) -> Classifier:
     "`model` with the preprocessing of this task inside; `about` as for Classifier"
     mean,std = self.stats
-    return Classifier(model, self.classes, self.shape[1:], mean, std, channels=self.shape[0], **about)
+    return Classifier(model, self.classes, self.shape[1:], mean, std,
+                      channels=self.shape[0], **about)
 
 @patch
 def warnings(self:Task) -> list:
     "What to know about the classes before one believes an accuracy"
-    counts = {part:np.bincount(y, minlength=len(self.classes)) for part,y in self.labels.items()}
+    counts = {part:np.bincount(y, minlength=len(self.classes))
+              for part,y in self.labels.items()}
     def named(mask):
-        some = [f'{self.classes[i]} ({counts["train"][i]})' for i in np.flatnonzero(mask)]
+        some = [f'{self.classes[i]} ({counts["train"][i]})'
+                for i in np.flatnonzero(mask)]
         return ', '.join(some[:5]) + ', ...'*(len(some) > 5)
     few,unseen,most = counts['train'] < 10,counts['valid'] == 0,counts['train'].max()
-    folders = Counter(p.name for p in {f.parent for f in self.images['train'] if isinstance(f, Path)})
+    folders = {f.parent for f in self.images['train'] if isinstance(f, Path)}
+    folders = Counter(p.name for p in folders)
     twice = [c for c in self.classes if folders[c] > 1]
     res = []
-    if twice: res.append(f"images of {', '.join(twice[:5])} are in several folders of that name: an image belongs to "
-                         "the class that its own folder is named by")
-    if few.any(): res.append(f"fewer than 10 training images of {named(few)}: too few to learn from, and to judge by")
-    if unseen.any(): res.append(f"no validation images of {named(unseen)}: nothing will be known about these classes")
+    if twice: res.append(f"images of {', '.join(twice[:5])} are in several folders of "
+                         "that name: an image belongs to the class that its own folder "
+                         "is named by")
+    if few.any():
+        res.append(f"fewer than 10 training images of {named(few)}: too few to learn "
+                   "from, and to judge by")
+    if unseen.any():
+        res.append(f"no validation images of {named(unseen)}: nothing will be known "
+                   "about these classes")
     if most > 3*counts['train'].min(): res.append(
-        f"classes have {counts['train'].min()} to {most} training images: look at the balanced accuracy, too")
+        f"classes have {counts['train'].min()} to {most} training images: look at the "
+        "balanced accuracy, too")
     return res
 
 # %% ../../nbs/app/61_task.ipynb #8c25d1b4
@@ -157,24 +173,34 @@ def digits_task(s:dict, device:str|torch.device) -> Task:
 # %% ../../nbs/app/61_task.ipynb #76a68e5e
 def split_files(
     path,               # folder of images
-    valid_pct:float=20, # percentage set apart for validation, unless there is a folder valid or val
+    valid_pct:float=20, # percentage for validation, unless there is such a folder
     seed:int=0,         # decides which
     passed:Counter=None # counts what is passed over
 ) -> dict:              # lists of files: 'train', 'valid', 'test'
     "The images of a folder, in the parts that they are for"
     path = Path(path)
     if not path.is_dir(): raise FileNotFoundError(
-        f"there is no folder {path}: give a folder of images, with a folder for each class")
+        f"there is no folder {path}: give a folder of images, with a folder for each "
+        "class")
     seen = set()                                        # no image on two sides
-    def files(name): return image_files(path/name, seen, passed) if (path/name).is_dir() else []
+    def files(name):
+        return image_files(path/name, seen, passed) if (path/name).is_dir() else []
     main = 'train' if (path/'train').is_dir() else ''
     train,valid,test = files(main),[],[]
-    if main: valid,test = files('valid') or files('val'),files('test')
+    if main:
+        names = 'valid','val','validation'
+        valid = next(filter(None, map(files, names)), [])
+        test = files('test')
+        known = {'train', 'test', *names}
+        others = [p for p in path.glob('[!.]*') if p.is_dir() and p.name not in known]
+        if passed is not None: passed['folders beside train'] += len(others)
     if not train: raise ValueError(
-        f"there are no images in {path/main}: give a folder of images, with a folder for each class")
+        f"there are no images in {path/main}: give a folder of images, with a folder "
+        "for each class")
     if not valid:
         chosen = _some_of_each(train, valid_pct, seed)
-        train,valid = ([f for f in train if (f in chosen) == part] for part in (False, True))
+        train,valid = ([f for f in train if (f in chosen) == part]
+                       for part in (False, True))
     res = dict(train=train, valid=valid, test=test)
     _check_classes(path, res)
     return res
@@ -208,18 +234,24 @@ def folder_task(s:dict, device:str|torch.device, workers:int, check:bool) -> Tas
     path = Path(s['data'])
     parts = split_files(path, s['valid_pct'], s['seed'], passed := Counter())
     items,n = parts['train'] + parts['valid'],len(parts['train'])
-    if n < s['bs']: raise ValueError(f"there are {n} training images in {path}, fewer than a batch of {s['bs']}: "
-                                     "use a smaller --bs, or more images")
+    if n < s['bs']: raise ValueError(
+        f"there are {n} training images in {path}, fewer than a batch of {s['bs']}: "
+        "use a smaller --bs, or more images")
     if check: check_images(items + parts['test'])
     function,kwargs = find_space(s['space'], s['size'], s.get('weights'))
     classes = sorted({f.parent.name for f in parts['train']})
     augment = aug_transforms(size=s['size'], max_warp=0.) if s['augment'] else []
-    block = DataBlock((ImageBlock, CategoryBlock(vocab=classes)), get_items=lambda _: items, get_y=parent_label,
+    block = DataBlock((ImageBlock, CategoryBlock(vocab=classes)),
+                      get_items=lambda _: items, get_y=parent_label,
                       splitter=IndexSplitter(range(n, len(items))),
                       item_tfms=Resize(s['size'], ResizeMethod.Squish),
-                      batch_tfms=[*augment, Normalize.from_stats(*imagenet_stats, cuda=False)])
-    dls = block.dataloaders(path, path=path, bs=s['bs'], num_workers=workers if workers > 1 else 0, device=device)
+                      batch_tfms=[*augment,
+                                  Normalize.from_stats(*imagenet_stats, cuda=False)])
+    dls = block.dataloaders(path, path=path, bs=s['bs'],
+                            num_workers=workers if workers > 1 else 0, device=device)
     test = dls.test_dl(parts['test'], with_labels=True) if parts['test'] else None
-    labels = {part:[classes.index(f.parent.name) for f in files] for part,files in parts.items()}
-    return Task(path.resolve().name, dls, classes, n, function, kwargs, parts, labels, imagenet_stats, test,
-                passed=passed_over(passed))
+    number = {c:i for i,c in enumerate(classes)}
+    labels = {part:[number[f.parent.name] for f in files]
+              for part,files in parts.items()}
+    return Task(path.resolve().name, dls, classes, n, function, kwargs, parts, labels,
+                imagenet_stats, test, passed=passed_over(passed))

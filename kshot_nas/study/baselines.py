@@ -69,7 +69,7 @@ def train_run(
     kw = bench.settings | run
     how,fitting = kw.pop('ensemble', None),('n_epoch', 'lr', 'codes_scale', 'wd')
     fit = {n:kw.pop(n) for n in fitting if n in kw}
-    adapts,rate = kw.pop('adapt', ()),{n:kw.pop(n) for n in ('adapt_lr',) if n in kw}
+    again = kw.pop('again', {})
     start,learners = time.perf_counter(),[]
     for i in range(n_nets if how else 1):
         learners.append(learn := kshot_learner(bench.dls(), bench.supernet,
@@ -84,10 +84,11 @@ def train_run(
                 images=len(steps)*learn.dls.train.bs,
                 seconds=trained-start, search_seconds=time.perf_counter()-trained)
     spread = float(learn.code_recorder.spread)
-    def after(n): return learn.eval_archs(archs, progress=False, adapt=n, **rate)
-    adapted = {n:after(n).to_dict('list') for n in adapts}
-    return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(),
-                spread=spread, adapted=adapted, **cost)
+    more = scores.drop(columns=['accuracy', 'loss']).to_dict('list')
+    more |= {n:learn.eval_archs(archs, progress=False, **args).loss.tolist()
+             for n,args in again.items()}
+    return dict(pred=scores.accuracy.tolist(), loss=scores.loss.tolist(), more=more,
+                spread=spread, **cost)
 
 def _alone(bench, n_epoch, seed, archs) -> dict:
     "Train every architecture from scratch, with a seed that the truth has not seen"
@@ -129,14 +130,15 @@ def ablate(
 def _row(bench, archs, name, seed, result, beside) -> dict:
     "What a table says of one result"
     pred,loss = np.array(result.pop('pred')),np.array(result.pop('loss'))
-    adapted = result.pop('adapted', {})
+    more = result.pop('more', {})
     table = bench.report(pred, archs, n_boot=0).table.value['prediction']
     by_loss = bench.report(-loss, archs, n_boot=0).tau
-    after = {f'tau_loss_{n}':bench.report(-np.array(o['loss']), archs, n_boot=0).tau
-             for n,o in adapted.items()}
+    after = {f'tau_{n}':bench.report(-np.array(v), archs, n_boot=0).tau
+             for n,v in more.items()}
     after |= {f'tau_loss_{n}':bench.report(mixed(-loss, *s), archs, n_boot=0).tau
               for n,s in beside.items()}
     measures = table[['tau', 'rho', 'high_tau', 'top_k', 'regret']]
+    after |= {f'found_{n}':bench.found(-loss, n, archs) for n in (1, 5, 20)}
     return dict(run=name, seed=seed, **measures, tau_loss=by_loss, **after,
                 accuracy=pred.mean(), **result)
 
@@ -144,7 +146,9 @@ def _row(bench, archs, name, seed, result, beside) -> dict:
 def _file(folder, bench, name, run, seed, archs) -> Path:
     "Where the result of a run is kept"
     what = [bench.settings | run, seed, bench.name, [str(a) for a in archs]]
-    what = json.dumps(what, sort_keys=True, default=repr)
+    # the repr of a function has an address in it
+    def called(o): return getattr(o, '__qualname__', None) or repr(o)
+    what = json.dumps(what, sort_keys=True, default=called)
     end = f'{seed}-{hashlib.sha256(what.encode()).hexdigest()[:12]}.json'
     new = Path(folder)/f"{re.sub('[^A-Za-z0-9.=-]+', '_', name)}-{end}"
     return next(Path(folder).glob(f'*-{end}'), new)                 # under whatever name it was run
@@ -163,7 +167,7 @@ def _work(bench, run, seed, archs, file, checkpoints):
 def _check_run(bench, name, run):
     "Refuse settings that nothing would read, before anything is trained"
     readers = kshot_learner,KShotLearner.fit_kshot,Supernet,bench.supernet
-    known = {'ensemble', 'adapt', 'adapt_lr', 'alone', *(n for f in readers for n in inspect.signature(f).parameters)}
+    known = {'ensemble', 'again', 'alone', *(n for f in readers for n in inspect.signature(f).parameters)}
     if unknown := set(run) - known:
         raise ValueError(f"the run {name!r} has settings that nobody knows: {', '.join(sorted(unknown))}; "
                          f"known are {', '.join(sorted(known))}")

@@ -63,13 +63,12 @@ def one_thread():
 # %% ../../nbs/study/46_truth.ipynb #b5320f9f
 class Bench:
     "Architectures, what they are truly worth, and the data to train a supernet on"
-    name = 'bench'      # of its table
-    sizes = {}      # how many inputs the parts 'train', 'valid' and 'test' have
-    recipe = {}  # how an architecture is trained alone: arguments of train_plain
-    settings = {}       # how a supernet is trained, unless a run says otherwise
-    n_seeds = 4         # trainings of each architecture
-    # of a supernet's batches; passes over the training data in its epochs
-    bs,repeat = 50,1
+    name = 'bench'     # of its table
+    sizes = {}         # inputs in each of the parts 'train', 'valid' and 'test'
+    recipe = {}        # to train an architecture alone: arguments of train_plain
+    settings = {}      # how a supernet is trained, unless a run says otherwise
+    n_seeds = 4        # trainings of each architecture
+    bs,repeat = 50,1   # of a supernet: its batches, passes over the data in an epoch
 
     def __init__(self,
         file=None  # a table that build has made; that of the package if None
@@ -306,3 +305,17 @@ def score(self:Bench,
     every = self.archs if archs is None else archs
     got = learn.eval_archs(every, progress=progress)[by]
     return self.report(-got if by == 'loss' else got, archs, **kwargs)
+
+# %% ../../nbs/study/46_truth.ipynb #3efc90b1
+@patch
+def found(self:Bench,
+    pred,             # a number for each of archs: the larger, the better
+    n:int=1,          # how many of the first are trained
+    archs:list=None   # those to choose from; all if None
+) -> float:           # mean test accuracy of the one that is chosen
+    "What the best of the first `n` by `pred` is worth, chosen by one training of each"
+    rows,first = self.rows(archs),np.argsort(-np.asarray(pred), kind='stable')
+    first = rows[first[:whole(n, 'n', 1)]]
+    chosen = first[self.valid[first].argmax(0)]      # one for each seed of the truth
+    return self.test[chosen].mean()
+
