@@ -316,7 +316,7 @@ def same(here, calm):
 
 def nothing_twice(here, calm, kills):
     "Raise an error if the run in `here`, ended `kills` times, has done again what was done"
-    epochs,evaluated = [Counter(re.findall(r'INFO (\w+.*, epoch \d+)/', log(h))) for h in (here, calm)],[Counter((h/'evaluated').read_text().split()) for h in (here, calm)]
+    epochs,evaluated = [Counter(re.findall(r'INFO (\w+.*, epoch \d+)/\d+:', log(h))) for h in (here, calm)],[Counter((h/'evaluated').read_text().split()) for h in (here, calm)]
     assert max(epochs[0].values()) == 1 and not epochs[0] - epochs[1] and (epochs[1] - epochs[0]).total() <= kills      # killed between the checkpoint and the log
     assert set(evaluated[0]) == set(evaluated[1]) and (evaluated[0] - evaluated[1]).total() <= kills                    # those that were under way
 
@@ -637,7 +637,7 @@ def test_extended(calm, tmp_path):
     assert job_run(tmp_path, *less)[::2] == (0, '')
     assert job_run(tmp_path, *light)[::2] == (0, '')
     for name in names: assert (tmp_path/'runs/digits'/name).read_bytes() == (calm/'runs/digits'/name).read_bytes(), name
-    said = Counter(re.findall(r'INFO (\w+.*, epoch \d+)/', log(tmp_path)))
+    said = Counter(re.findall(r'INFO (\w+.*, epoch \d+)/\d+:', log(tmp_path)))
     assert max(said.values()) == 1
     code,out,err = job_run(tmp_path, *less)                                         # there is more already
     assert (code, err) == (0, '') and '3 generations' in out and '  search ' not in out.split('out ')[1]
