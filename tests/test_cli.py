@@ -283,6 +283,8 @@ def job_run(here, *argv, **kwargs):
         assert proc.exitcode is not None, 'it hangs'
     return proc.exitcode,*words(here)
 
+took = r' \([\d,]+ s\)'                                              # ends the line of a stage that is over; others tell the time that is left
+
 def log(here): return file.read_text() if (file := here/'runs/digits/log.txt').exists() else ''
 
 @pytest.fixture(scope='module')
@@ -296,7 +298,7 @@ def calm(tmp_path_factory):
 @pytest.fixture(scope='module')
 def seconds(calm):
     "How long each of its stages has taken"
-    told = re.findall(r'^(\S+ \S+) INFO (kshot_search|\w+(?=  ))', log(calm), flags=re.M)
+    told = re.findall(r'^(\S+ \S+) INFO (kshot_search|\w+(?=  .*' + took + '))', log(calm), flags=re.M)
     at = {what:datetime.strptime(when, '%Y-%m-%d %H:%M:%S,%f').timestamp() for when,what in told}
     assert list(at) == ['kshot_search', *stages]
     return {b:at[b]-at[a] for a,b in zip(at, stages)}
@@ -325,7 +327,7 @@ def nothing_twice(here, calm, kills):
 def kill(here, stage, delay, number, *argv):
     "Start or resume the job, end it with signal `number` a `delay` after `stage` has begun; the stage it was in, or `None` if it was over"
     old,i = log(here),stages.index(stage)
-    begun = rf'INFO {stages[i-1]}(  |: done)' if i else 'INFO kshot_search'
+    begun = rf'INFO {stages[i-1]}(  .*{took}|: done)' if i else 'INFO kshot_search'
     with started(here, *light, *argv, *(['--resume'] if old else [])) as proc:
         while proc.is_alive() and not re.search(begun, log(here)[len(old):]): time.sleep(0.005)
         proc.join(delay)
@@ -334,7 +336,7 @@ def kill(here, stage, delay, number, *argv):
     if 'INFO report  ' in log(here): return None
     assert proc.exitcode == (-number if number == signal.SIGKILL else 128+number)
     assert words(here)[1] == {signal.SIGKILL: '', signal.SIGINT: again.format('interrupted'), signal.SIGTERM: again.format('terminated')}[number]
-    return next(s for s in stages if not re.search(rf'INFO {s}  ', log(here)))
+    return next(s for s in stages if not re.search(rf'INFO {s}  .*{took}', log(here)))
 
 signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 
