@@ -245,7 +245,8 @@ def retrain(self:Run) -> str:
             if len(rows) == 1: self._export(learn, rows[0])
     rows = pd.DataFrame(rows).sort_values('role', ascending=False, kind='stable')
     self.files.add('retrain', rows)
-    kind,column = ('test',)*2 if self.task.test else ('validation', 'retrained')
+    kind,column = 'validation','retrained'
+    if self.task.test: kind = column = 'test'
     means = rows.groupby('role')[column].mean()
     return (f"{kind} accuracy of the winner {means.winner:.3f}, "
             f"of the best random architecture {means.random:.3f}")
@@ -276,7 +277,8 @@ def _judge(self:Run, classify) -> dict:
 def _export(self:Run, learn, row):
     "Write the network, and what there is to know about it"
     t,s,arch,flops,params = self.task,self.settings,row['arch'],int(row['flops']),int(row['params'])
-    n_judged,files = len(t.labels[t.judged_on]),{n:self.folder/n for n in ('model.pt', *self.more)}
+    files = {n:self.folder/n for n in ('model.pt', *self.more)}
+    n_judged = len(t.labels[t.judged_on])
     net = t.classifier(learn.model, data=t.name, architecture=str(arch), flops=flops, parameters=params,
                        budget_flops=s['max_flops'])
     judged = self._judge(lambda x: net(torch.as_tensor(x)))
