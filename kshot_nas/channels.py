@@ -58,7 +58,7 @@ def _small(model, in_shape):
 def check_model(
     model:nn.Module, # any network
     in_shape:tuple   # shape of one input
-) -> tuple:          # shape of an input as small as the network takes
+) -> tuple:          # a smaller shape that the network takes, too, if there is one
     "Refuse a network that is not a fixed sequence of layers from one tensor to another"
     name,model,gen = type(instance(model, 'model', nn.Module)).__name__,copy.deepcopy(model),torch.Generator()
     before = copy.deepcopy(model.state_dict())

@@ -211,7 +211,7 @@ def flops_range(self:CostTable) -> tuple:
 
 # %% ../nbs/24_cost.ipynb #baab35f1
 @patch
-def _loaded_dice(self:CostTable, target, rng):
+def _biased(self:CostTable, target, rng):
     "A function that draws an index of architectures which cost `target` on average"
     seed = int(rng.integers(2**31))
     index = self.space.sample(4096, seed=seed, as_index=True).numpy()
@@ -259,7 +259,7 @@ def sample_under(self:CostTable,
         fits = index[(flops >= low) & (flops <= high)]
         found += self.space.from_index(fits[:n-len(found)])
         if len(found) >= n: return found
-        if tries == 0 and len(found) < 41: draw = self._loaded_dice(target, rng)
+        if tries == 0 and len(found) < 41: draw = self._biased(target, rng)
         if tries == 50 and not found: break
     raise ValueError(f"found {len(found)} of {n} architectures {budget} "
                      f"in {(tries+1)*4096:,} draws; widen the budget")

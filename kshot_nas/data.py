@@ -32,9 +32,9 @@ def one_input(
 
 def n_classes(
     dls,            # DataLoaders
-    n_out:int=None  # what the user says
+    n_out:int=None  # what was asked for, if anything
 ) -> int:
-    "The number of outputs that the data wants, unless the user has said it"
+    "The number of outputs: `n_out` if given, else the classes in the data"
     n = get_c(dls) if n_out is None else n_out
     if n: return n
     raise ValueError("`n_out` is not defined, and could not be inferred from "
@@ -59,7 +59,7 @@ def batch_size(
     n:int,  # images in all
     bs:int  # images wanted in a batch
 ) -> int:
-    "`bs`, or a little more if one image, which has no statistics, would be left over"
+    "`bs`, or a little more if a last batch would be a single image"
     return next((b for b in range(bs, n+1) if n % b != 1), bs)
 
 def fixed_batches(

@@ -24,7 +24,8 @@ from .supernet import Supernet, check_shape
 from .zoo import find_network, known_network
 
 # %% ../nbs/43_elastic.ipynb #580971ad
-# names of layers, and of those that read them
+# the names of layers that are cut together, at multiples of step, and of their readers,
+# each with the number of inputs that it has for a channel
 Cut = namedtuple('Cut', 'layers readers step')
 
 @dataclass
@@ -77,7 +78,8 @@ def elastic_plan(
     "What can be chosen in `model`"
     in_shape = check_shape(_guess_shape(model) if in_shape is None else in_shape)
     check_layers(model, skip)
-    channels = Channels(model, small := check_model(model, in_shape))
+    small = check_model(model, in_shape)
+    channels = Channels(model, small)
     name,left,found = channels.names,{},{}
     for m in channels.makers if widths else ():
         reads,why = channels.follow(m)
@@ -134,8 +136,8 @@ def _marked(model, plan, widths):
 def _try(model, plan, widths, in_shape, skip):
     "Take out of `plan` what does not run"
     def run(blocks, choices):
-        one = ElasticPlan(plan.in_shape, blocks, choices, {})
         if not blocks and not choices: return
+        one = ElasticPlan(plan.in_shape, blocks, choices, {})
         net = kshotify(_marked(model, one, widths), 1, noise=0., skip=skip).eval()
         parts = Choices(net)
         try:

@@ -47,15 +47,14 @@ class Classifier(nn.Module):
         self.crop = one_of(resize, 'resize', ('squish', 'crop')) == 'crop'
         if self.crop and len(set(self.size)) > 1:
             raise ValueError(f"resize='crop' is for squares; got size={size}")
-        stats = dict(mean=mean, std=std)
-        stats = {n:torch.as_tensor(v, dtype=torch.float32).reshape(-1)
-                 for n,v in stats.items()}
+        def numbers(v): return torch.as_tensor(v, dtype=torch.float32).reshape(-1)
+        stats = dict(mean=numbers(mean), std=numbers(std))
         for n,v in stats.items(): self.register_buffer(n, 255*v[:,None,None])
         self.about = dict(classes=[str(c) for c in classes], output='probabilities',
                           size=list(self.size),
                           input=f"uint8, (images, height, width, {channels}), any size",
                           resize=f'{resize}, bilinear with antialiasing',
-                          **{n:[round(float(x), 6) for x in v]
+                          **{n:[round(x, 6) for x in v.tolist()]
                              for n,v in stats.items()},
                           made_by=f"kshot_nas {version('kshot_nas')}", **about)
 
@@ -69,10 +68,10 @@ class Classifier(nn.Module):
 
 # %% ../nbs/40_export.ipynb #6d2f64da
 def classifier_of(
-    learn,          # a Learner for images, as of retrain_learner
+    learn,          # a Learner for images, such as of retrain_learner
     **about
 ) -> Classifier:
-    "The network of `learn` with the preprocessing of its validation images"
+    "The network of `learn` with its preprocessing inside; `about` as for Classifier"
     tfms = [*learn.dls.valid.after_item.fs, *learn.dls.valid.after_batch.fs]
     def find(kind): return next((t for t in tfms if isinstance(t, kind)), None)
     resize,norm = find(Resize),find(Normalize)
@@ -90,43 +89,35 @@ def classifier_of(
 
 # %% ../nbs/40_export.ipynb #80ca42a9
 def _prepared(model, x):
-    "A copy of `model` to export, and images to try it on: some, and one, which for a classifier is of another size"
+    "A copy of `model` to export, and two batches to try it on: some images and one, of another size for a classifier"
     check_finite(instance(model, 'model', nn.Module))
-    shape,raw,rng = getattr(model, 'in_shape', None),isinstance(model, Classifier),torch.Generator().manual_seed(0)
-    if x is None and raw: x = _noise(model, 2, 3, rng)
-    if x is None and shape is None:
-        raise ValueError("the size of the images is not known: pass `x`, some "
-                         "images to compare on")
-    if x is None: x = torch.randn(4, *shape, generator=rng)
-    if not isinstance(x, Tensor) or not x.numel() or not (x.dtype is torch.uint8 if raw else x.is_floating_point()):
-        raise TypeError(f"x must be a {'uint8' if raw else 'float'} tensor of "
-                        f"some images; got {x!r:.100}")
-    x = x.detach().as_subclass(Tensor).cpu()
-    model = deepcopy(model).cpu().eval().requires_grad_(False)
+    raw,rng = isinstance(model, Classifier),torch.Generator().manual_seed(0)
+    if x is None: x = _noise(model, 2, 3, rng) if raw else _example(model, rng)
+    fits = isinstance(x, Tensor) and x.numel() and (x.dtype is torch.uint8 if raw else x.is_floating_point())
+    if not fits: raise TypeError(f"x must be a {'uint8' if raw else 'float'} tensor of some images; got {x!r:.100}")
+    x,model = x.detach().as_subclass(Tensor).cpu(),deepcopy(model).cpu().eval().requires_grad_(False)
     try: model(x)
     except Exception as e:
-        raise ValueError("the model can't be run on x, images of shape "
-                         f"{tuple(x.shape)}: {e}") from e
-    return model,x if len(x) > 1 else torch.cat([x, x]),_noise(model, 1, 1, rng)[:1] if raw else x[:1]
+        raise ValueError(f"the model can't be run on x, images of shape {tuple(x.shape)}: {e}") from e
+    one = _noise(model, 1, 1, rng)[:1] if raw else x[:1]
+    return model,x if len(x) > 1 else torch.cat([x, x]),one
+
+def _example(model, rng):
+    if (shape := getattr(model, 'in_shape', None)) is not None: return torch.randn(4, *shape, generator=rng)
+    raise ValueError("the size of the images is not known: pass `x`, some images to compare on")
 
 def _noise(model, down, across, rng):
     h,w = model.size
-    return torch.randint(0, 256, (4, down*h, across*w, model.channels),
-                         dtype=torch.uint8, generator=rng)
+    return torch.randint(0, 256, (4, down*h, across*w, model.channels), dtype=torch.uint8, generator=rng)
 
 def _compare(model, run, batches, what, tol):
     "Raise an error if `run` computes something else than `model` on one of the batches"
     for xb in batches:
-        want,got,why = model(xb),torch.as_tensor(run(xb)),None
-        if want.shape != got.shape:
-            why = f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-        else:
-            worst = (want-got).abs().max()
-            if not worst <= tol*(1+want.abs().max()):
-                why = f"outputs differ by up to {worst:.2g}"
-        if why: raise RuntimeError(
-            f"the exported {what} does not compute what the network does: {why}; "
-            "nothing was written")
+        want,got = model(xb),torch.as_tensor(run(xb))
+        if want.shape != got.shape: why = f"shape {tuple(got.shape)} instead of {tuple(want.shape)}"
+        elif (worst := (want-got).abs().max()) <= tol*(1+want.abs().max()): continue
+        else: why = f"outputs differ by up to {worst:.2g}"
+        raise RuntimeError(f"the exported {what} does not compute what the network does: {why}; nothing was written")
 
 def _any_size(model):
     "What may vary in what an exported network is given"

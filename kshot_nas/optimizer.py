@@ -32,8 +32,11 @@ def kshot_splitter(model:nn.Module) -> list:
 # %% ../nbs/32_optimizer.ipynb #7b744dbc
 class PhasedOptimizer:
     "Two torch optimizers that look like one; `step` steps those that are `active`"
-    def __init__(self, items:torch.optim.Optimizer,
-                 codes:torch.optim.Optimizer=None, codes_scale:float=1.):
+    def __init__(self,
+        items:torch.optim.Optimizer,      # that of the items
+        codes:torch.optim.Optimizer=None, # that of the simplex-net; None without one
+        codes_scale:float=1.              # learning rate of codes, relative to items
+    ):
         self.opts = [o for o in (items, codes) if o is not None]
         self.codes_scale,self.active = codes_scale,('items', 'codes')
         for g in codes.param_groups if codes else ():
@@ -56,12 +59,12 @@ class PhasedOptimizer:
     def step(self, closure=None):
         for name,o in zip(('items', 'codes'), self.opts):
             if name not in self.active: continue
-            said = [(g['lr'], g.get('weight_decay')) for g in o.param_groups]
+            before = [(g['lr'], g.get('weight_decay')) for g in o.param_groups]
             for g in o.param_groups:
                 g['lr'] = float(g['lr'])*(self.codes_scale if name == 'codes' else 1.)
                 if 'own_decay' in g: g['weight_decay'] = g['own_decay']
             o.step()
-            for g,(lr,wd) in zip(o.param_groups, said):
+            for g,(lr,wd) in zip(o.param_groups, before):
                 g['lr'] = lr
                 if wd is not None: g['weight_decay'] = wd
 
@@ -103,7 +106,7 @@ def phased_opt(
     wd:float=0.,          # weight decay of the items' weights, of nothing else
     items=None,           # makes the optimizer of the items; SGD with momentum if None
     codes=None,           # makes the optimizer of the codes; Adam if None
-    codes_scale:float=0.01# learning rate of the codes, relative to that of the items
+    codes_scale:float=0.01 # learning rate of the codes, relative to that of the items
 ) -> OptimWrapper:
     "An `opt_func` for fastai: one optimizer for the items, another one for the codes"
     def sgd(p, lr): return FusedSGD(p, lr=lr, momentum=0.9, nesterov=True)

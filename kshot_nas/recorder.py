@@ -23,7 +23,7 @@ class CodeRecorder(Callback):
     "Records losses by phase, the regularizer, and codes over time"
     order,run_valid = ContrastTerm.order+1,False
     steps,codes = (),()         # (epoch, phase, loss, r_c) of steps; codes after epochs
-    earlier = (),()             # what a run that goes on has recorded before
+    earlier = (),()             # the same, from before an interruption
     def __init__(self,
         n_archs:int=128, # architectures whose codes are followed
         seed:int=0       # decides which

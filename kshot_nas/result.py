@@ -56,7 +56,7 @@ class SearchResult:
 @patch
 def best_under(self:SearchResult,
     most:float,   # it may cost no more than this
-    cost:str=None # in these terms; the cost of the search if None
+    cost:str=None # which cost; that of the search if None
 ) -> Arch:
     "The best architecture that costs at most `most`"
     cost = cost or self.cost

@@ -50,7 +50,8 @@ def known_network(
     size:int|tuple=224 # side of the images, or (height, width)
 ) -> nn.Module:
     "A network of torchvision or timm by its name"
-    whole(n_in, 'n_in', 1), whole(n_out, 'n_out', 1)
+    whole(n_in, 'n_in', 1)
+    whole(n_out, 'n_out', 1)
     make,size_arg = find_network(name)
     # transformers are made for one size
     try: model = make(num_classes=n_out, **{size_arg: size})
