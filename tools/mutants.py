@@ -85,20 +85,27 @@ def mutants(text, module=''):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call): yield mutant(node, 'None')
         if isinstance(node, ast.If): yield mutant(node.test, f'(not ({ast.unparse(node.test)}))')
 
-# Mutants that nobody could notice, by module and a part of their line, and why
+# Mutants that nobody could notice, by module and a part of their line, or such a part and the change as it is printed, and why
 equal = dict(
     card={"if o > 1 else": 'what is told is whole, or below 1'},
-    contrast={'torch.eye(': 'there is no other device where tests run'},
+    contrast={'torch.eye(': 'there is no other device where tests run', ('', 'new[l]+way -> (new[l] - way)'): 'either way comes first with the same chance'},
     export={'tol:float=1e-4': 'rounding stays far below, what is wrong far above'},
     finalists={'workers:int=1,': 'others give the same', 'len(todo) < 2': 'others give the same', '_column(found.metric, curves[0])': 'all have the same columns'},
     rank={'seed:int=0        # of the resampling': 'any seed will do'},
     recorder={'+1,': 'nothing comes between'},
     layers={'stride != (1,1)': 'to take every pixel first gives the same numbers'},
-    sample={'np.pad(left, (s, 0))[:n]': 'what is added behind is cut off'},
+    sample={'np.pad(left, (s, 0))[:n]': 'what is added behind is cut off',
+            ('shares =', 'np.divide(ways, total, out=np.ones_like(ways), where=total > 0) -> (np.divide(ways, total, where=total > 0))'): 'no draw comes to a total without ways'},
+    simplex={('torch.empty(0)', '0 -> (1)'): 'only device and type are asked for'},
+    space={('', 'min(xs, default=0) < 0 -> (min(xs, default=0) <= 0)'): 'a number that is let through at once is let through when looked at'},
     optimizer={'fused=True': 'faster, and the same'},
     problem={'merit = sum(': 'random numbers of either sign', 'rng.integers(2**31)': 'any seed will do'})
 
-def same(module, text, m): return any(part in text.splitlines()[m[1]-1] and (m[2].splitlines()[0] in part or part in m[2]) for part in equal.get(module, {}))
+def same(module, text, m):
+    "Is `m` one of those?"
+    line = text.splitlines()[m[1]-1]
+    def fits(part): return part[0] in line and part[1] == f'{m[2]} -> {m[3]}' if isinstance(part, tuple) else part in line and (m[2].splitlines()[0] in part or part in m[2])
+    return any(map(fits, equal.get(module, {})))
 
 def some(text, n, module=''):
     "`n` mutants that can be noticed, always the same, in different lines as far as there are enough"
