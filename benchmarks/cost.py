@@ -10,6 +10,7 @@ times are measured malloc is told to keep what it has, as PyTorch does on GPUs: 
 step is luck.
 """
 import argparse
+import copy
 import json
 import os
 import subprocess
@@ -180,6 +181,26 @@ def evaluation(space, bs, n, n_batches=4) -> pd.DataFrame:
                 if turn: rows.append(dict(run=name, arch=i, step=clock()-t, merge=spent['merge'], code=spent['code']))
     return ratios(rows, 'plain network').assign(**{'ratio to K=1': ratios(rows, 'K=1').ratio})
 
+def compiled(space, bs, n) -> pd.DataFrame:
+    "A step of a plain network as it is and compiled, the seconds that compiling takes, and the steps after which it has paid"
+    net,rows = spaces[space](1),[]
+    x,y = batch(net, bs)
+    for i,arch in enumerate(net.space.sample(n, seed=3)):
+        plain = by_hand(net, arch)
+        fast = copy.deepcopy(plain)
+        fast.compile()
+        def step(model):
+            t = time.perf_counter()                     # compilers run in processes of their own
+            F.cross_entropy(model(last(x)), y).backward()
+            return time.perf_counter()-t
+        first = step(fast)
+        times = [(step(plain), step(fast)) for _ in range(2*turns)]
+        was,now = map(min, zip(*times))
+        pays = (first-now)/(was-now) if now < was else np.inf
+        rows.append({'arch': i, 'ms, plain': 1000*was, 'ms, compiled': 1000*now, 'ratio': now/was, 'seconds to compile': first-now,
+                     'steps that pay for it': pays})
+    return pd.DataFrame(rows).set_index('arch')
+
 class Naive:
     """Steps that one would write first: K whole networks, all operations of all layers mixed each time,
     gradients for items and codes, an optimizer that goes over everything"""
@@ -299,6 +320,7 @@ def tables(full:bool) -> dict:
         jobs[f'evaluation, {s}, batch {bs}'] = partial(evaluation, s, bs, n, 2)
     for s,bs in sizes if full else sizes[:1]:
         jobs[f'step for the codes, {s}, batch {bs}'] = partial(codes_step, s, bs, n//3 or 1)
+        if full: jobs[f'compiled, {s}, batch {bs}'] = partial(compiled, s, bs, 2)
     for s,bs in [('MobileNet 32', 16)] + [('NAS-Bench-201', 16)]*full:
         jobs[f'the naive way, {s}, batch {bs}'] = partial(naive, s, bs, n)
     large = ('NAS-Bench-201', 128), ('MobileNet 224', 4), ('MobileNet 224', 16), ('MobileNet 224', 32)
