@@ -7,6 +7,7 @@ __all__ = ['CostTable']
 
 # %% ../nbs/24_cost.ipynb #938c929c
 import math, time
+from itertools import chain
 
 import numpy as np
 import torch
@@ -229,7 +230,8 @@ def _biased(self:CostTable, target, rng):
         beta = (low+high)/2
         if self.flops(draw(256, beta)).double().mean() > target: low = beta
         else: high = beta
-    return lambda n: draw(n, beta)
+    shares = chain([1.], iter(rng.random, None))
+    return lambda n: draw(n, beta*next(shares))
 
 # %% ../nbs/24_cost.ipynb #4b808ddf
 @patch
