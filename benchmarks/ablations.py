@@ -67,19 +67,21 @@ sets = {                                 # name: (settings by run, number of see
     'item paths': ({f'one-shot, {m} paths': dict(k=1, item_paths=m) for m in (1, 4)}, 8, DigitsBench),
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, DigitsBench),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, widths),
-    'signals':  ({n: methods[n] for n in ('one-shot', 'K-shot')} | {'one-shot, 9 epochs': dict(k=1, n_epoch=9)}, 16, SignalsBench),    # the ninth takes about the time of the steps for the codes
-    'signals, codes': ({n: methods[n] for n in ('fixed', 'random', 'joint')} | {'fast codes': free, 'driven apart': free|dict(cbs=Decide)}, 8, SignalsBench),
-    'signals, one path': ({n: one_path|methods[n] for n in ('one-shot', 'K-shot', 'random')}, 8, SignalsBench),
-    'signals, items': ({f'K={k}': dict(k=k) for k in (2, 4, 12)} | {'K=8, a code per edge': dict(code=partial(SimplexNet, per_layer=True))}, 8, SignalsBench),
-    'signals, longer': ({f'{n}, 32 epochs': methods[n]|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
+    'signals':  ({n: one_path|methods[n] for n in ('one-shot', 'fixed', 'random', 'K-shot')} | {'one-shot, no decay, uniform': one_path|dict(k=1, wd=0., how='uniform')}, 16, SignalsBench),
+    'signals, paths': ({f'{n}, 4 paths': methods[n] for n in ('one-shot', 'K-shot', 'random', 'joint')}, 8, SignalsBench),
     'signals, alone': ({f'alone, {n} epochs': dict(alone=n) for n in (1, 2, 3)}, 4, SignalsBench),
-    'signals, adapted': ({'one-shot': methods['one-shot']|adapted}, 4, SignalsBench),
-    'signals, scores': ({'K=1': scored|dict(k=1), 'K=1, averaged': dict(k=1, cbs=Averaged)}, 1, SignalsBench)}
+    'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
+    'signals, items': ({f'K={k}': dict(k=k) for k in (1, 2, 4, 8, 12)} | {'K=8, a code per edge': dict(code=partial(SimplexNet, per_layer=True))}, 8, SignalsBench),
+    'signals, scores': ({'K=1': scored|dict(k=1), 'K=1, averaged': dict(k=1, cbs=Averaged)}, 1, SignalsBench),
+    'signals, freed': ({n: methods[n] for n in ('one-shot', 'K-shot')} | {'fast codes': free}, 16, SignalsBench),
+    'signals, decided': ({'K=8, decided': free|dict(cbs=Decide)}, 2, SignalsBench),
+    'signals, longer': ({f'{n}, 32 epochs': methods[n]|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
 
 def split(bench, name):
     "Architectures and the first seed of a set"
     if name == 'signals, scores': return bench.archs[:100] + bench.archs[300:],200
-    if isinstance(bench, SignalsBench): return bench.archs[100:300],100
+    # seeds of its own, so that K=1 and K=8 add to those of 'signals, paths'
+    if isinstance(bench, SignalsBench): return bench.archs[100:300],108 if name == 'signals, items' else 100
     if bench.widths: return bench.archs,100
     order = np.random.default_rng(1).permutation(len(bench.archs))
     part,first = (order[:169], 0) if name == 'choosing' else (order[169:369], 100)
