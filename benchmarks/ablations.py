@@ -75,6 +75,9 @@ sets = {                                 # name: (settings by run, number of see
     'signals, scores': ({'K=1': scored|dict(k=1), 'K=1, averaged': dict(k=1, cbs=Averaged)}, 1, SignalsBench),
     'signals, freed': ({n: methods[n] for n in ('one-shot', 'K-shot')} | {'fast codes': free}, 16, SignalsBench),
     'signals, decided': ({'K=8, decided': free|dict(cbs=Decide)}, 2, SignalsBench),
+    'signals, votes': ({f'K={k}, votes': dict(k=k, code='votes') for k in (8, 31)}, 16, SignalsBench),      # 31: an item for each operation
+    'signals, time': ({'one-shot, 10 epochs': dict(k=1, n_epoch=10)}, 8, SignalsBench),              # about as long as eight epochs of eight items take
+    'signals, longer votes': ({'K=8, votes, 32 epochs': dict(code='votes', n_epoch=32)}, 4, SignalsBench),
     'signals, longer': ({f'{n}, 32 epochs': methods[n]|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
 
 def split(bench, name):

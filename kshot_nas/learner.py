@@ -30,10 +30,10 @@ from .recorder import CodeRecorder
 from .result import SearchResult
 from .score import KShotLearner
 from .search import search as search_archs
-from .simplex import Coder, FixedCode, RandomCode, SimplexNet
+from .simplex import Coder, FixedCode, RandomCode, SimplexNet, VoteCode
 
 # %% ../nbs/37_learner.ipynb #74d13fb3
-_coders = dict(simplex=SimplexNet, fixed=FixedCode, random=RandomCode)
+_coders = dict(simplex=SimplexNet, fixed=FixedCode, random=RandomCode, votes=VoteCode)
 
 def _make_coder(code, net, seed) -> Coder:
     "What makes the codes of a supernet, by name or by what makes one"
@@ -52,7 +52,7 @@ def kshot_learner(
     temp:float=0.3,       # temperature of the channel regularizer
     alpha:float=1.,       # weight of the channel regularizer
     warmup:int=5,         # epochs with equal codes
-    code='simplex',       # 'simplex', 'fixed', 'random', or what makes a Coder
+    code='simplex',       # 'simplex', 'fixed', 'random', 'votes', or makes a Coder
     seed:int=0,           # decides weights, architectures and the order of images
     n_out:int=None,       # number of outputs; that of the data if None
     n_in:int=None,        # number of input channels; that of the data if None

@@ -30,6 +30,7 @@ methods = {
     'fixed':        dict(code='fixed'),
     'random':       dict(code='random'),
     'K-shot':       dict(),
+    'votes':        dict(code='votes'),
     'joint':        dict(joint=True),
     'ensemble max': dict(k=1, ensemble='max'),
     'ensemble avg': dict(k=1, ensemble='avg'),
