@@ -341,6 +341,14 @@ def test_no_page_is_wider_than_a_phone(browser, site):
     finally: browser('Emulation.setScriptExecutionDisabled', value=False)
 
 @needs_browser
+def test_formulas_fit_beside_the_sidebar(browser, site):
+    cut = '[...document.querySelectorAll("article .formula")].filter(f => f.scrollWidth > f.clientWidth + 1).length'
+    for page in pages(site):
+        if not soup(page).select('article .formula'): continue
+        browser.open(page, width=1280)
+        assert browser.js(cut) == 0, name_of(site, page)
+
+@needs_browser
 @pytest.mark.parametrize('width', [1200, 400])
 @pytest.mark.parametrize('dark', [False, True])
 def test_light_and_dark(browser, site, width, dark):
