@@ -90,7 +90,8 @@ class Zero(nn.Module):
     "Zeros in the shape of the input"
     def forward(self, x): return torch.zeros_like(x)
 
-def _nd(name, ndim): return getattr(nn, f'{name}{ndim}d')            # nn.Conv2d for images, nn.Conv1d for signals
+# nn.Conv2d for images, nn.Conv1d for signals
+def _nd(name, ndim): return getattr(nn, f'{name}{ndim}d')
 
 def relu_conv_bn(ni, nf, ks, stride=1, ndim=2):
     conv = _nd('Conv', ndim)(ni, nf, ks, stride, ks//2, bias=False)

@@ -86,7 +86,7 @@ def digits_dls(
     def pairs(part):                                                # copies, not views
         return _Digits((a.clone(), b.clone()) for a,b in zip(x[part], y[part]))
     train,valid = pairs(slice(n_train)),pairs(slice(-n_valid, None))
-    train.loss_func = CrossEntropyLossFlat()                # where a Learner looks for it
+    train.loss_func = CrossEntropyLossFlat()              # where a Learner looks for it
     settings = dict(num_workers=0, device='cpu', drop_last=False) | kwargs
     dls = DataLoaders.from_dsets(train, valid, bs=bs, **settings)
     dls.c = 10

@@ -89,7 +89,7 @@ def test_signatures_are_plain(processed):
     found = dict(signatures(processed))
     assert len(found) > 200
     listed([f'{name}: {line}' for name,text in found.items() for line in text.split('```')[1].splitlines() if '](' in line or '`' in line])
-    listed([name for name,text in found.items() if 'Call self as a function' in text])
+    listed([name for name,text in found.items() if 'Call self as a function' in text or 'Return repr(self)' in text])
     learner = found['36_score.ipynb: KShotLearner'].split('```')[1]
     assert 'class KShotLearner(' in learner and 'moms' not in learner
 
@@ -181,6 +181,15 @@ def test_the_bar_leads_to_the_sources():
     user,repo = (re.search(rf'^{k} = (.+)', ini, re.M)[1] for k in ('user', 'repo'))
     assert [t['href'] for t in cfg['navbar']['right']] == [f'https://github.com/{user}/{repo}']
     assert 'source' in cfg['repo-actions'] and cfg['repo-subdir'] == 'nbs'
+
+def test_quarto_is_told_what_readers_need():
+    "Long lines of code go on below, formulas need no network, the dark is dark, and nothing is run"
+    cfg = yaml.safe_load((root/'_quarto.yml').read_text())
+    html = cfg['format']['html']
+    assert (html['code-overflow'], html['html-math-method'], html['css']) == ('wrap', 'mathml', 'style.css')
+    assert set(html['theme']) == {'light', 'dark'} and html['respect-user-color-scheme'] is True
+    assert int(html['grid']['body-width'].removesuffix('px')) >= 900
+    assert cfg['execute'] == dict(enabled=False) and cfg['website']['navbar']['search'] is True
 
 # What Sphinx makes of it -----------------------------------------------------------------------------------------------------------
 
@@ -330,6 +339,14 @@ def test_no_page_is_wider_than_a_phone(browser, site):
             assert browser.js(squeezed) == [], name_of(site, page)
             assert complaints(browser) == [], name_of(site, page)
     finally: browser('Emulation.setScriptExecutionDisabled', value=False)
+
+@needs_browser
+def test_formulas_fit_beside_the_sidebar(browser, site):
+    cut = '[...document.querySelectorAll("article .formula")].filter(f => f.scrollWidth > f.clientWidth + 1).length'
+    for page in pages(site):
+        if not soup(page).select('article .formula'): continue
+        browser.open(page, width=1280)
+        assert browser.js(cut) == 0, name_of(site, page)
 
 @needs_browser
 @pytest.mark.parametrize('width', [1200, 400])

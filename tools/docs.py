@@ -106,6 +106,7 @@ def in_order(cells, lib):
 
 def tidy(nbs, cfg):
     "Put right in processed notebooks what nbdev has made wrong"
+    for nb in nbs.values(): nb['cells'] = [c for c in nb['cells'] if '*Return repr(self).*' not in entry(c)]    # words that nobody wrote
     api = resolver(nbs, cfg)
     for file,nb in nbs.items():
         here = partial(api, file=file)
