@@ -190,7 +190,7 @@ def test_bad_numbers(capsys, tmp_path, monkeypatch):
     (tmp_path/'space.py').write_text('def net(k, n_in, n_out): return 3\ndef broken(k, n_in, n_out): raise TypeError("two\\nlines")\n')
     pets = images(tmp_path/'pets')
     refusals = {'--k 0': 'k must be', '--epochs -1': 'epochs must be', '--space huge': 'choose one of', '--space gone:net': "can't be imported", '--space space:brokn': 'no function',
-                '--max-flops 10': 'those of this space have', '--max-flops x': 'not a number', '--bs 3.5': 'invalid int', '--device warp': 'Try --device cpu', '--workers 0': 'at least 1',
+                '--max-flops 10': 'those of this space have', '--max-flops x': 'not a number', '--bs 3.5': 'invalid int', '--device warp': 'Try --device cpu', '--workers 0': 'workers must be an int from 1 to', '--workers 1000000': 'workers must be an int from 1 to',
                 '--out pets/cat/0.jpg': 'is not a folder', '--out pets': 'has other files in it', '--preset mine': 'preset must be one of', '--valid-pct 100': 'percentage'}
     for argv,why in refusals.items(): assert why in refused(capsys, tmp_path, *argv.split())
     for name in 'net', 'broken': assert "can't be built" in refused(capsys, tmp_path, '--data', pets, '--bs', 4, '--space', f'space:{name}')
