@@ -7,7 +7,7 @@ __all__ = ['Classifier', 'classifier_of', 'export_torch', 'export_onnx', 'missin
            'load_model']
 
 # %% ../nbs/40_export.ipynb #0e3d2c13
-import importlib.util, json, pickle, pickletools, sys, warnings
+import importlib.util, json, pickle, sys, warnings
 from copy import deepcopy
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from fastai.data.transforms import Normalize
 from fastai.vision.augment import Resize, ResizeMethod
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .check import instance, one_of, sequence
 from .checkpoint import check_finite, published
@@ -240,9 +241,8 @@ def load_model(
     try:
         check_uncompressed(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        _check_filled(path, names)
         allowed = torch.serialization.safe_globals([_network_class(n) for n in names])
-        with allowed:
+        with _Filled(), allowed:
             saved = torch.load(path, map_location='cpu', weights_only=True)
         if saved['format'] != _format:
             raise ValueError(f"its format is {saved['format']!r}, not {_format!r}")
@@ -266,14 +266,9 @@ def _network_class(name):
     advice = f'is its module imported? import {module}' if module not in sys.modules else 'only networks are opened'
     raise ValueError(f"{name} is not a network: {advice}")
 
-def _check_filled(path, names):
-    "Raise an error if a file calls one of the classes `names`, instead of filling what such a call has made"
-    data,kept = torch._C.PyTorchFileReader(str(path)).get_record('data.pkl'),set()
-    ops = [(op.name, arg) for op,arg,_ in pickletools.genops(data)]
-    for i,(op,arg) in enumerate(ops):
-        named = op == 'GLOBAL' and arg.replace(' ', '.') in names
-        if not (named or op.endswith('BINGET') and arg in kept): continue
-        put = ops[i+1][0].endswith('BINPUT')                            # kept, to be used again
-        if named and put: kept.add(ops[i+1][1])
-        if [o for o,_ in ops[i+1+put:i+3+put]] != ['EMPTY_TUPLE', 'NEWOBJ']:
+class _Filled(TorchFunctionMode):
+    "While a file is read, its tensors are filled; that others are made is refused"
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.empty and args[:1] != ((0,),):     # layers make theirs with it
             raise ValueError("it asks for layers to be made, of any size, instead of holding them")
+        return func(*args, **(kwargs or {}))
