@@ -107,7 +107,7 @@ def _prepare(args:dict) -> tuple:
     if _foreign(space) and given.get('space') != space: raise ValueError(
         f"the run in {folder} wants to run the code {space}: if you trust it, say so "
         f"with --space {shlex.quote(space)}")
-    whole(workers, 'workers', 1, 8*os.cpu_count())
+    whole(workers, 'workers', 1, 8*(os.cpu_count() or 1))
     if args.get('onnx') or args.get('int8'): _check_onnx()
     plan = make_plan(complete(there or settings), args.get('device'), workers,
                      check=there is None)
