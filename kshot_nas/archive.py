@@ -42,6 +42,14 @@ def _rows(cursor):
             raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
         yield row
 
+def _numbers(row, column):
+    "The numbers by name that a row holds as text"
+    try: held = json.loads(row[column])
+    except (ValueError, TypeError): held = None
+    if isinstance(held, dict) and all(isinstance(x, (int, float)) for x in held.values()):
+        return held
+    raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
+
 # %% ../nbs/27_archive.ipynb #565e3719
 _advice = {
     'full': 'Nothing that it holds is lost: make room, and search again with this archive',
@@ -166,7 +174,7 @@ def get(self:Archive, archs:list) -> dict:
         for a in archs:
             found = self.db.execute('SELECT * FROM evaluations WHERE settings=? '
                                     'AND arch=?', (self.settings, str(a)))
-            for row in _rows(found): held[a] = json.loads(row['metrics']),row['failure']
+            for row in _rows(found): held[a] = _numbers(row, 'metrics'),row['failure']
     return held
 
 @patch
@@ -203,16 +211,18 @@ def forget_failures(self:Archive):
 def read_archive(path) -> pd.DataFrame:
     "All evaluations that the archive `path` holds, in their order"
     if not Path(path).is_file(): raise FileNotFoundError(f"there is no archive {path}")
-    def columns(arch, costs, metrics, digest, **others):
-        try:
-            return dict(arch=Arch.parse(arch),
-                        **{**json.loads(costs), **json.loads(metrics)}, **others)
+    def columns(row):
+        others = {k:v for k,v in row.items()
+                  if k not in ('arch', 'costs', 'metrics', 'digest')}
+        try: arch = Arch.parse(row['arch'])
         except (ValueError, TypeError) as e:
-            raise sqlite3.DatabaseError(f"row {others['number']} is malformed") from e
+            raise sqlite3.DatabaseError(f"row {row['number']} is malformed") from e
+        numbers = {**_numbers(row, 'costs'), **_numbers(row, 'metrics')}
+        return dict(arch=arch, **{**numbers, **others})
     with _clear_errors(path), closing(_connect(path)) as db:
         _check_schema(db)
         # rows have digests, but one may be missing
         if db.execute('PRAGMA integrity_check(1)').fetchone() != ('ok',):
             raise sqlite3.DatabaseError('its pages are malformed')
         found = db.execute('SELECT * FROM evaluations ORDER BY number')
-        return pd.DataFrame([columns(**row) for row in _rows(found)])
+        return pd.DataFrame([columns(row) for row in _rows(found)])

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from .check import whole
+from .convert import check_uncompressed
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +194,7 @@ def read_checkpoint(
     try:
         if file_digest(path) != Path(path).stem.split('-')[1]:
             raise ValueError('its content is not what was written')
+        check_uncompressed(path)
         state = torch.load(path, map_location='cpu', weights_only=True)
         ours = {'model', 'opt', 'epoch', 'config', 'more'} <= set(state)
         if ours and isinstance(state['config'], dict): return state

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from fastai.data.transforms import Normalize
 from fastai.vision.augment import Resize, ResizeMethod
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .check import instance, one_of, sequence
 from .checkpoint import check_finite, published
@@ -241,15 +242,12 @@ def load_model(
         check_uncompressed(path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         allowed = torch.serialization.safe_globals([_network_class(n) for n in names])
-        with torch.device('meta'), allowed:
+        with _Filled(), allowed:
             saved = torch.load(path, map_location='cpu', weights_only=True)
         if saved['format'] != _format:
             raise ValueError(f"its format is {saved['format']!r}, not {_format!r}")
         model = saved['model']
         tensors = model.state_dict().values()
-        if any(t.is_meta for t in tensors):         # else they would take memory by now
-            raise ValueError("it asks for layers to be made, of any size, instead of "
-                             "holding them")
         if sum(t.nbytes for t in tensors) > 10*Path(path).stat().st_size:
             raise ValueError("a few numbers of it stand for many more, which may take "
                              "any memory")
@@ -267,3 +265,10 @@ def _network_class(name):
     if isinstance(found, type) and issubclass(found, nn.Module): return found
     advice = f'is its module imported? import {module}' if module not in sys.modules else 'only networks are opened'
     raise ValueError(f"{name} is not a network: {advice}")
+
+class _Filled(TorchFunctionMode):
+    "While a file is read, its tensors are filled; that others are made is refused"
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.empty and args[:1] != ((0,),):     # layers make theirs with it
+            raise ValueError("it asks for layers to be made, of any size, instead of holding them")
+        return func(*args, **(kwargs or {}))

@@ -190,7 +190,7 @@ def test_bad_numbers(capsys, tmp_path, monkeypatch):
     (tmp_path/'space.py').write_text('def net(k, n_in, n_out): return 3\ndef broken(k, n_in, n_out): raise TypeError("two\\nlines")\n')
     pets = images(tmp_path/'pets')
     refusals = {'--k 0': 'k must be', '--epochs -1': 'epochs must be', '--space huge': 'choose one of', '--space gone:net': "can't be imported", '--space space:brokn': 'no function',
-                '--max-flops 10': 'those of this space have', '--max-flops x': 'not a number', '--bs 3.5': 'invalid int', '--device warp': 'Try --device cpu', '--workers 0': 'at least 1',
+                '--max-flops 10': 'those of this space have', '--max-flops x': 'not a number', '--bs 3.5': 'invalid int', '--device warp': 'Try --device cpu', '--workers 0': 'workers must be an int from 1 to', f'--workers {8*os.cpu_count()+1}': 'workers must be an int from 1 to',
                 '--out pets/cat/0.jpg': 'is not a folder', '--out pets': 'has other files in it', '--preset mine': 'preset must be one of', '--valid-pct 100': 'percentage'}
     for argv,why in refusals.items(): assert why in refused(capsys, tmp_path, *argv.split())
     for name in 'net', 'broken': assert "can't be built" in refused(capsys, tmp_path, '--data', pets, '--bs', 4, '--space', f'space:{name}')
@@ -636,10 +636,10 @@ def test_code_of_others_is_named_again(tmp_path, monkeypatch, capsys):
 def test_extended(calm, tmp_path):
     "A run that has ended and is given more ends like one that was given it at once, and does nothing twice"
     less = ' '.join(light).replace('--gens 3 --finalists 3', '--gens 2 --finalists 2').replace('--trials 2', '--trials 1').split()
-    assert job_run(tmp_path, *less)[::2] == (0, '')
-    assert job_run(tmp_path, *light)[::2] == (0, '')
+    assert job_run(tmp_path, *less, hook=hurry)[::2] == (0, '')
+    assert job_run(tmp_path, *light, hook=hurry)[::2] == (0, '')
     for name in names: assert (tmp_path/'runs/digits'/name).read_bytes() == (calm/'runs/digits'/name).read_bytes(), name
-    said = Counter(re.findall(r'INFO (\w+.*, epoch \d+)/\d+:', log(tmp_path)))
+    said = Counter(re.findall(r'INFO (\w+.*, epoch \d+)/\d+:', log(tmp_path)))                # lines on the time left don't end so
     assert max(said.values()) == 1
     code,out,err = job_run(tmp_path, *less)                                         # there is more already
     assert (code, err) == (0, '') and '3 generations' in out and '  search ' not in out.split('out ')[1]

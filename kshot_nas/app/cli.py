@@ -92,6 +92,7 @@ def _prepare(args:dict) -> tuple:
     "A plan, its folder, and whether it was started before; all errors come from here"
     from kshot_nas.app.folder import RunFolder
     from kshot_nas.app.plan import complete, make_plan
+    from kshot_nas.check import whole
     given,resume,workers = _given(args),args.get('resume'),args.get('workers', 1)
     settings = complete(given)
     data = Path(os.path.normpath(settings['data']))       # .. has no name
@@ -106,7 +107,7 @@ def _prepare(args:dict) -> tuple:
     if _foreign(space) and given.get('space') != space: raise ValueError(
         f"the run in {folder} wants to run the code {space}: if you trust it, say so "
         f"with --space {shlex.quote(space)}")
-    if workers < 1: raise ValueError(f'workers must be at least 1; got {workers}')
+    whole(workers, 'workers', 1, 8*(os.cpu_count() or 1))
     if args.get('onnx') or args.get('int8'): _check_onnx()
     plan = make_plan(complete(there or settings), args.get('device'), workers,
                      check=there is None)

@@ -188,8 +188,7 @@ def check(self:RunFolder,
 @patch
 def _check_kinds(self:RunFolder):
     "Refuse pipes, on which we would wait for ever, and a log that is a link"
-    names = *self.path.glob('*'),*self.path.glob('checkpoints/*')
-    odd = [p for p in names if not (p.is_file() or p.is_dir())
+    odd = [p for p in self.path.rglob('*') if not (p.is_file() or p.is_dir())
            or (p.name == 'log.txt' and p.is_symlink())]
     if odd:
         raise ValueError(f"{odd[0]} is a link, or no file at all: remove it, or use "

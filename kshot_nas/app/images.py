@@ -59,6 +59,7 @@ def _problem(file):
             if im.width*im.height > _most_pixels: return (
                 f'{file}: it has {im.width:,} x {im.height:,} pixels, more than '
                 f'{_most_pixels//10**6} million')
+            if im.format == 'EPS': return f'{file}: it is a program in PostScript'
             if im.mode[0] in 'IF':
                 return (f'{file}: it has more than 8 bits for a pixel: '
                         'convert it to 8 bits')

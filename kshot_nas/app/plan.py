@@ -147,7 +147,7 @@ def _find_device(device) -> torch.device:
     "The device to compute on, or an error if it can't be used"
     try:
         device = torch.device(device or ('cuda' if torch.cuda.is_available() else 'cpu'))
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()
         return device
     except Exception as e:
         raise ValueError(f"the device {device} can't be used: {str(e).splitlines()[0]}. Try --device cpu") from e

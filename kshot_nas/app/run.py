@@ -57,7 +57,8 @@ class Run:
 def start(self:Run, command:str='') -> dict:
     "Make the folder and write down what run it is for, unless that was done before; gives what is written"
     self.folder.mkdir(parents=True, exist_ok=True)
-    for p in self.folder.rglob('.*.tmp*'): p.unlink()                           # half written when a run was killed
+    half = '.*.[0-9]*.tmp*'                                     # written when a run was killed
+    for p in (*self.folder.glob(half), *(self.folder/'checkpoints').rglob(half)): p.unlink()
     versions = {m:version(m) for m in ('kshot_nas', 'torch', 'fastai')} | dict(python=platform.python_version())
     f,facts = self.task.function,self.task.facts
     if self.files.check(self.settings) is None:
