@@ -37,6 +37,7 @@ def _cut(theta, sizes):
 def _rows(theta, at):
     "Items as they lie: (k, numbers), or, if rows are cut, (rows, k, numbers)"
     (n,step,m,*_),k = at,len(theta)
+    if theta.shape == (k, m): return theta
     if n == 1: return theta.as_strided((k, m), (theta.stride(0), 1))
     return theta.as_strided((n, k, m), (step, theta.stride(0), 1))
 
@@ -57,15 +58,19 @@ def _lie(shape, stride, sizes):
     return n,step,m,kept,stride[1:] if kept == whole else tuple(strides[d] for d in range(len(whole)))
 
 # %% ../nbs/11_mix.ipynb #c9c41880
-class Merge(torch.autograd.Function):
+def _mixtures(lam, sizes, *thetas) -> tuple:
     "The mixtures of all items of a layer, cut to `sizes`"
+    with _no_autocast(lam.device.type):  # merge in full precision
+        return tuple([t if t is None else mixture(lam, t, s)
+                      for t,s in zip(thetas, sizes)])
+
+class Merge(torch.autograd.Function):
+    "The mixtures of all items of a layer, with gradients by hand"
     @staticmethod
     def forward(ctx, lam, share, sizes, *thetas):
         ctx.save_for_backward(share, *thetas)
         ctx.sizes = sizes
-        with _no_autocast(lam.device.type):  # merge in full precision
-            return tuple([t if t is None else mixture(lam, t, s)
-                          for t,s in zip(thetas, sizes)])
+        return _mixtures(lam, sizes, *thetas)
 
     @staticmethod
     @once_differentiable
@@ -95,7 +100,9 @@ def _flat(g, at):
 def _shares(share, g, theta, sizes):
     "The gradients of items: their shares of the gradient `g` of a mixture; beyond the cut, nothing"
     if at := _lie(theta.shape, theta.stride(), sizes): flat = _flat(g, at)
-    if at and at[3] == theta.shape[1:]: return torch.outer(share, flat).as_strided(theta.shape, theta.stride())
+    if at and at[3] == theta.shape[1:]:
+        d = torch.outer(share, flat)
+        return d if d.shape == theta.shape else d.as_strided(theta.shape, theta.stride())
     d = torch.zeros_like(theta)
     if at is None: _cut(d, sizes).copy_(share.view(-1, *[1]*g.ndim)*g)
     else: torch.mul(share.unsqueeze(-1), flat.unsqueeze(-2), out=_rows(d, at))
@@ -165,7 +172,7 @@ def check_code(
     if not lam.is_floating_point(): lam = lam.float()
     if lam.ndim not in (1,2) or lam.shape[-1] != k:
         raise ValueError(f"a code over {k} items has shape ({k},); got {tuple(lam.shape)}")
-    on_simplex = lam.isfinite().all() and (lam >= 0).all() and ((lam.sum(-1)-1).abs() <= 1e-3).all()
+    on_simplex = (lam >= 0).all() and ((lam.sum(-1)-1).abs() <= 1e-3).all()            # NaN is neither
     if not on_simplex: raise ValueError(f"the entries of a code are not negative and sum to 1; got {lam.tolist()}")
     return lam
 
@@ -194,7 +201,9 @@ class KLayer:
                     for t,s in zip(thetas, cuts)]
         like = next((t for t in thetas if t is not None), None)
         if like is None: return thetas
-        return Merge.apply(*self.mixer.code(self.row, like), cuts, *thetas)
+        lam,share = self.mixer.code(self.row, like)
+        if not torch.is_grad_enabled(): return _mixtures(lam, cuts, *thetas)
+        return Merge.apply(lam, share, cuts, *thetas)
 
 # %% ../nbs/11_mix.ipynb #03aa25a3
 @patch
