@@ -64,6 +64,7 @@ sets = {                                 # name: (settings by run, number of see
                   'items almost equal': base|dict(noise=0.1), 'items drawn apart': base|dict(noise=None), 'split by the first op': dict(k=4, code=FirstOp, warmup=5, noise=0.1)}, 6, DigitsBench),
     'paths':    ({f'in turn, m={m}': updates|dict(n_paths=m) for m in (1, 4, 16)} | {f'joint, m={m}': dict(n_paths=m, joint=True) for m in (1, 4, 16)}, 8, DigitsBench),
     'epochs':   ({f'one-shot, {n} epochs': dict(k=1, n_epoch=n) for n in (5, 10, 20)} | {f'K-shot, {n} epochs': base|dict(n_epoch=n) for n in (5, 10, 20)}, 8, DigitsBench),
+    'votes':    ({'one-shot': methods['one-shot'], 'votes': methods['votes'], 'K=21, votes': dict(k=21, code='votes')}, 8, DigitsBench),
     'item paths': ({f'one-shot, {m} paths': dict(k=1, item_paths=m) for m in (1, 4)}, 8, DigitsBench),
     'ensemble': ({n: methods[n] for n in ('one-shot', 'ensemble max', 'ensemble avg')}, 8, DigitsBench),
     'widths':   ({'one-shot': methods['one-shot'], 'K-shot': base, 'K-shot without r_c': base|dict(alpha=0.)}, 6, widths),
@@ -75,9 +76,9 @@ sets = {                                 # name: (settings by run, number of see
     'signals, scores': ({'K=1': scored|dict(k=1), 'K=1, averaged': dict(k=1, cbs=Averaged)}, 1, SignalsBench),
     'signals, freed': ({n: methods[n] for n in ('one-shot', 'K-shot')} | {'fast codes': free}, 16, SignalsBench),
     'signals, decided': ({'K=8, decided': free|dict(cbs=Decide)}, 2, SignalsBench),
-    'signals, votes': ({f'K={k}, votes': dict(k=k, code='votes') for k in (8, 31)}, 16, SignalsBench),      # 31: an item for each operation
-    'signals, time': ({'one-shot, 10 epochs': dict(k=1, n_epoch=10)}, 8, SignalsBench),              # about as long as eight epochs of eight items take
-    'signals, longer votes': ({'K=8, votes, 32 epochs': dict(code='votes', n_epoch=32)}, 4, SignalsBench),
+    'signals, votes': ({'K=31, votes': dict(k=31, code='votes')}, 16, SignalsBench),                  # an item for each operation
+    'signals, few votes': ({'K=8, votes': dict(code='votes')}, 8, SignalsBench),
+    'signals, votes, longer': ({'K=1, 16 epochs': dict(k=1, n_epoch=16), 'K=31, votes, 16 epochs': dict(k=31, code='votes', n_epoch=16)}, 8, SignalsBench),
     'signals, longer': ({f'{n}, 32 epochs': methods[n]|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
 
 def split(bench, name):

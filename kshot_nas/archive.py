@@ -46,8 +46,8 @@ def _numbers(row, column):
     "The numbers by name that a row holds as text"
     try: held = json.loads(row[column])
     except (ValueError, TypeError): held = None
-    if isinstance(held, dict) and all(isinstance(x, (int, float)) for x in held.values()):
-        return held
+    def is_number(x): return isinstance(x, (int, float))
+    if isinstance(held, dict) and all(map(is_number, held.values())): return held
     raise sqlite3.DatabaseError(f"row {row['number']} is malformed")
 
 # %% ../nbs/27_archive.ipynb #565e3719

@@ -80,7 +80,7 @@ class RandomCode(Coder):
 
 # %% ../nbs/17_simplex.ipynb #7e0e0003
 class VoteCode(Coder):
-    "Each operation votes for an item, so architectures share as many items as operations"
+    "Each operation votes for an item: who has operations in common shares items"
     def __init__(self,
         space:SearchSpace,  # the architectures one may ask about
         k:int,              # number of items; the first one is everybody's
