@@ -42,7 +42,7 @@ def kshot_bench(*args, cwd):
 def test_score_from_the_shell(tmp_path):
     args = 'score', '--k', '2', '--epochs', '1', '--seeds', '1', '--workers', '1', '--archs', '20'
     res = kshot_bench(*args, cwd=tmp_path)
-    assert res.returncode == 0 and 'one-shot' in res.stdout and 'votes k=2' in res.stdout and 'one training' in res.stdout and 'synflow' in res.stdout, res.stderr
+    assert res.returncode == 0 and 'one-shot' in res.stdout and 'simplex k=2' in res.stdout and 'one training' in res.stdout and 'synflow' in res.stdout, res.stderr
     assert len(list((tmp_path/'ablations').glob('*.json'))) == 3
     assert kshot_bench(*args, cwd=tmp_path).stdout == res.stdout      # found again, not trained again
 

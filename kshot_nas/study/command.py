@@ -48,8 +48,8 @@ def _parser():
     b.add_argument('--seeds', type=int, help="trainings of each architecture (default: the bench's own number)")
     s = sub.add_parser('score', help='train supernets and compare their rankings with the truth')
     s.add_argument('--k', type=int, default=8, help='items of every weight (default: %(default)s)')
-    s.add_argument('--code', default='votes', choices=('simplex', 'fixed', 'random', 'votes'),
-                   help='how items are mixed; simplex: as in the paper (default: %(default)s)')
+    s.add_argument('--code', default='simplex', choices=('simplex', 'fixed', 'random', 'votes'),
+                   help='how items are mixed (default: %(default)s)')
     s.add_argument('--epochs', type=int, help="epochs of a supernet's training (default: the bench's own number)")
     s.add_argument('--seeds', type=int, default=4, help='supernets of each kind (default: %(default)s)')
     s.add_argument('--archs', type=int, default=200, help='rank only so many architectures (default: %(default)s)')
