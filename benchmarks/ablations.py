@@ -1,6 +1,6 @@
 """Which way of sharing weights ranks architectures best? Trains supernets on both benches and writes nbs/data/ablations.csv.
 
-About an hour on two cores for the digits, and as much for the sets of signals. It may be stopped and started again: what is finished is kept in runs/ablations.
+About an hour on two cores for the digits, and several for the sets of signals. It may be stopped and started again: what is finished is kept in runs/ablations.
 The set 'choosing' has other seeds and other architectures than those that report; the same holds for the sets of signals,
 which leave out the hundred architectures and the seeds on which their settings were chosen.
 """
@@ -74,7 +74,7 @@ sets = {                                 # name: (settings by run, number of see
     'signals, adapted': ({n: methods[n]|adapted for n in ('one-shot', 'K-shot')}, 4, SignalsBench),
     'signals, items': ({f'K={k}': dict(k=k) for k in (1, 2, 4, 8, 12)} | {'K=8, a code per edge': dict(code=partial(SimplexNet, per_layer=True))}, 8, SignalsBench),
     'signals, scores': ({'K=1': scored|dict(k=1), 'K=1, averaged': dict(k=1, cbs=Averaged)}, 1, SignalsBench),
-    'signals, freed': ({n: methods[n] for n in ('one-shot', 'K-shot')} | {'fast codes': free}, 16, SignalsBench),
+    'signals, free codes': ({'K=8, free codes': free}, 8, SignalsBench),
     'signals, decided': ({'K=8, decided': free|dict(cbs=Decide)}, 2, SignalsBench),
     'signals, votes': ({'K=31, votes': dict(k=31, code='votes')}, 16, SignalsBench),                  # an item for each operation
     'signals, few votes': ({'K=8, votes': dict(code='votes')}, 8, SignalsBench),

@@ -82,7 +82,7 @@ def headroom(bench, archs, seed, n_epoch) -> pd.DataFrame:
 
 if __name__ == '__main__':
     p = argparse.ArgumentParser(description=__doc__.split('\n')[0])
-    p.add_argument('--seeds', type=int, default=2)
+    p.add_argument('--seeds', type=int, default=1)
     p.add_argument('--epochs', type=int, default=16)
     p.add_argument('--out', default='nbs/data/headroom.csv')
     args = p.parse_args()
