@@ -106,7 +106,8 @@ class VoteCode(Coder):
         ops,_ = self.space.encode(archs)
         wide = self.space.ratios(archs)
         cast = torch.cat([ops, torch.stack([1-wide, wide], -1).flatten(1)], 1)
-        counts = cast.to(self.votes) @ self.votes
+        votes = self.votes.to(_at_least_float(self.votes))
+        counts = cast.to(votes) @ votes
         shared = nn.functional.one_hot(torch.tensor(0), self.k).to(counts)
         return (1-self.share)*shared + self.share*counts/counts.sum(-1, keepdim=True)
 
