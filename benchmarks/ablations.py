@@ -80,7 +80,7 @@ sets = {                                 # name: (settings by run, number of see
     'signals, few votes': ({'K=8, votes': dict(code='votes')}, 8, SignalsBench),
     'signals, votes, longer': ({'K=1, 16 epochs': dict(k=1, n_epoch=16), 'K=31, votes, 16 epochs': dict(k=31, code='votes', n_epoch=16)}, 8, SignalsBench),
     'signals, votes, longest': ({'K=31, votes, 32 epochs': dict(k=31, code='votes', n_epoch=32)}, 4, SignalsBench),
-    'signals, random, longest': ({'K=31, random, 32 epochs': dict(k=31, code='random', n_epoch=32)}, 4, SignalsBench),
+    'signals, random, longest': ({'K=31, random, 32 epochs': dict(k=31, code='random', n_epoch=32)}, 3, SignalsBench),
     'signals, longer': ({f'{n}, 32 epochs': methods[n]|dict(n_epoch=32, warmup=8) for n in ('one-shot', 'K-shot')}, 4, SignalsBench)}
 
 def split(bench, name):
